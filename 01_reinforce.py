@@ -359,7 +359,7 @@ def claims_error_against_length(claims, bias, error):
 
 
 def claims_loss(claims, once, once_unclipped, often, often_unclipped):
-    """(1.6), and the two most-asked questions: "the loss is 0, is it broken?" and "the ratio is 1, is clipping broken?"."""
+    """(1.6), and the two most-asked questions: is a loss of 0 broken, and is a ratio of 1 broken? Neither is."""
     advantages = torch.tensor([1.0, -1.0], dtype=torch.float64)
     logprobs = torch.tensor([-1.3, -0.2], dtype=torch.float64, requires_grad=True)
     loss = ppo_clip_loss(logprobs, logprobs.detach(), advantages, eps=0.2)
