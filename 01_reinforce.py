@@ -444,7 +444,8 @@ def figure_loss(directory, once, often, generator):
     left.legend(loc="center right")
     steps = torch.arange(1, often["clip_fraction"].shape[1] + 1)
     mean, low, high = seed_interval(often["clip_fraction"].mean(0), generator=generator)
-    right.bar(steps, mean, yerr=torch.stack([mean - low, high - mean]), color="#0072B2", width=0.6, capsize=4)
+    whiskers = torch.stack([mean - low, high - mean]).numpy()
+    right.bar(steps.numpy(), mean.numpy(), yerr=whiskers, color="#0072B2", width=0.6, capsize=4)
     right.annotate("ρ = 1 exactly:\nnothing to clip", (1, 0.002), ha="center", va="bottom", fontsize=9)
     right.set(title="Clipping needs a second step on the same batch", xlabel="update number within the batch",
               ylabel="share of responses clipped (ε = .2)", xticks=steps.tolist(), xlim=(0.35, None))
