@@ -1,0 +1,1259 @@
+#!/usr/bin/env python3
+"""Fine-tune a causal language model with any row of the group-relative REINFORCE family, on data as stale as you like.
+
+Claim (arXiv 2509.24203): group-relative REINFORCE never needed on-policy data. What breaks on stale data is an *unregularised*
+step; clipping repairs it, and importance sampling is not what does the repairing. A real transformer shows it in two minutes.
+
+Every algorithm in this file is one row of one equation, summed over responses i and their tokens t:
+
+    L(θ) = − Σᵢ Σₜ Nᵢᵗ · Mᵢᵗ · Wᵢᵗ · Aᵢ · log π_θ(yᵢᵗ | x, yᵢ^{<t})  +  R(θ)
+
+    symbol | name here       | shape  | meaning
+    A      | advantages      | (B,)   | reward minus the group's baseline, perhaps shaped (RED)
+    M      | clip_mask       | (B, T) | 0 where a token has moved too far from the sampler (REC)
+    W      | weight          | (B, T) | detached importance weight, or 1
+    R      | regulariser     | scalar | an additive pull towards the sampler (REP)
+    N      | token_weights   | (B, T) | a named mean with an explicit denominator
+
+Run:  python 06_full_llm_training.py --compare reinforce,grpo,rec-oneside-nois --sync-interval 20     (2 minutes on 2 cores)
+      python 06_full_llm_training.py --model HuggingFaceTB/SmolLM2-135M-Instruct --task gsm8k --max-new-tokens 256
+What the previous lessons lacked: a network, a tokenizer, responses of unequal length, and all that can go wrong with them.
+"""
+
+import argparse
+import contextlib
+import copy
+import dataclasses
+import functools
+import hashlib
+import inspect
+import json
+import math
+import os
+import pathlib
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from utils import STYLES, figure, pick_device, save_figure, write_text
+
+# %% ------------------------------------------------------------------------------------------------- configuration
+
+
+def option(default, help: str):
+    """A dataclass field whose help text ends with its default, as --help shows it."""
+    shown = "" if default is None or default is False else f" (default {default})"
+    return field(default=default, metadata={"help": help + shown})
+
+
+@dataclass(kw_only=True)
+class ModelOptions:
+    _argument_group_name = "model and data"
+    model: str = option("tiny", "tiny (built in), a hub name, a directory, or a .gguf file")
+    task: str = option("addition", "addition, gsm8k (hub, or the folder in GSM8K_DIR), or a .jsonl file of {question, answer}")
+    eval_questions: int = option(256, "held-out questions in an evaluation")
+    max_prompt_tokens: int = option(512, "longest prompt in tokens; longer questions are left out")
+
+
+@dataclass(kw_only=True)
+class AlgorithmOptions:
+    _argument_group_name = "algorithm (an empty value keeps the row's own)"
+    algorithm: str = option("rec-oneside-nois", "a row of ALGORITHMS")
+    eps_low: float | None = option(None, "clip where the ratio falls below 1 − this")
+    eps_high: float | None = option(None, "clip where the ratio rises above 1 + this")
+    outer_low: float | None = option(None, "ring clipping: keep again below 1 − this")
+    outer_high: float | None = option(None, "ring clipping: keep again above 1 + this")
+    tau: float | None = option(None, "strength of the squared log-ratio penalty, (τ/2)·d² per token (OPMD)")
+    beta: float | None = option(None, "strength of the forward-KL penalty per token (AsymRE)")
+    weight_temperature: float | None = option(None, "temperature T of RED-Weight's exp(A/T)")
+
+
+@dataclass(kw_only=True)
+class StalenessOptions:
+    _argument_group_name = "off-policyness"
+    sync_interval: int = option(1, "I: training steps between two refreshes of the sampler's weights")
+    sync_offset: int = option(0, "m: batches by which the sampler works ahead of the trainer")
+    offline: bool = option(False, "never refresh the sampler: every batch comes from the starting model")
+
+
+@dataclass(kw_only=True)
+class TrainingOptions:
+    _argument_group_name = "training"
+    steps: int = option(120, "optimizer steps")
+    prompts_per_step: int = option(32, "prompts in one batch")
+    group_size: int = option(8, "K: responses to each prompt, at least 2")
+    learning_rate: float = option(1e-4, "AdamW's constant learning rate")
+    max_grad_norm: float = option(1.0, "clip the gradient's global norm to this")
+    temperature: float = option(1.0, "sampling temperature; the loss differentiates the same tempered distribution")
+    max_new_tokens: int = option(8, "longest response in tokens")
+    micro_batch_tokens: int = option(16384, "prompt + response tokens in one forward and backward pass")
+    seed: int = option(0, "seed of data order, sampling and random dropping")
+    device: str = option("auto", "auto, cpu, cuda or mps")
+    dtype: str = option("auto", "compute type: float32, bfloat16 (weights stay float32), auto = bfloat16 on cuda")
+
+
+@dataclass(kw_only=True)
+class OutputOptions:
+    _argument_group_name = "evaluation and output"
+    eval_every: int = option(20, "steps between evaluations; step 0 and the last step always evaluate")
+    eval_samples: int = option(4, "sampled answers per evaluation question")
+    save_every: int = option(50, "steps between checkpoints")
+    out: str | None = option(None, "run directory (default runs/<algorithm>-…)")
+    resume: bool = option(False, "continue the run in --out from its last checkpoint")
+    overwrite: bool = option(False, "replace a finished run in --out")
+    compare: str | None = option(None, "train several rows, comma-separated, from the same base and overlay them")
+    cache_dir: str = option(str(pathlib.Path(__file__).resolve().parent / "cache"), "where the built-in model is kept")
+
+
+GROUPS = (ModelOptions, AlgorithmOptions, StalenessOptions, TrainingOptions, OutputOptions)
+
+
+@dataclass(kw_only=True)
+class Config(*GROUPS):
+    """All flags of one run; the groups above only order --help."""
+
+
+class UserError(Exception):
+    """Something the user can put right; `main` prints it as one line and exits with status 2."""
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise UserError(message)
+
+
+def validate(config: Config) -> None:
+    """Refuse impossible settings before any work starts."""
+    for name in config.compare.split(",") if config.compare else [config.algorithm]:
+        require(name in ALGORITHMS, f"unknown algorithm {name!r}; choose from: {', '.join(ALGORITHMS)}")
+    require(config.group_size >= 2, f"--group-size is {config.group_size}; a baseline needs at least 2 responses to a prompt")
+    require(config.sync_interval >= 1, f"--sync-interval is {config.sync_interval}; it must be at least 1, or use --offline")
+    require(config.sync_offset >= 0, f"--sync-offset is {config.sync_offset}; it must be 0 or more")
+    for name in ("steps", "prompts_per_step", "max_new_tokens", "micro_batch_tokens", "eval_every", "eval_questions",
+                 "eval_samples", "save_every", "max_prompt_tokens"):
+        require(getattr(config, name) >= 1, f"--{name.replace('_', '-')} is {getattr(config, name)}; it must be at least 1")
+    for name in ("learning_rate", "max_grad_norm", "temperature", "weight_temperature"):
+        value = getattr(config, name)
+        require(value is None or 0 < value < math.inf, f"--{name.replace('_', '-')} is {value}; it must be positive and finite")
+    for name in ("eps_low", "eps_high", "outer_low", "outer_high", "tau", "beta"):
+        value = getattr(config, name)
+        require(value is None or 0 <= value < math.inf, f"--{name.replace('_', '-')} is {value}; it must be 0 or more")
+    require(config.dtype in ("auto", "float32", "bfloat16"), f"--dtype is {config.dtype!r}; choose auto, float32 or bfloat16")
+
+
+# %% --------------------------------------------------------------------------------------------- tasks and rewards
+
+@dataclass(frozen=True)
+class Example:
+    question: str  # for a chat model
+    answer: str
+    terse: str | None = None  # the same question for a model without a chat template
+
+
+@dataclass(frozen=True)
+class Task:
+    name: str
+    train: list
+    evaluation: list
+
+
+def load_task(config: Config) -> Task:
+    """The training and held-out examples of --task. Raises UserError on a missing or malformed source."""
+    if config.task == "addition":
+        train, held_out = addition_examples()
+    elif config.task == "gsm8k":
+        train, held_out = gsm8k_examples()
+    elif config.task.endswith(".jsonl"):
+        examples = read_jsonl(config.task)
+        require(len(examples) >= 2, f"{config.task} has {len(examples)} example; it needs at least 2, since some are held out")
+        order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(0)).tolist()
+        size = min(config.eval_questions, max(1, len(examples) // 10))
+        held_out, train = [examples[i] for i in order[:size]], [examples[i] for i in order[size:]]
+    else:
+        raise UserError(f"unknown task {config.task!r}; choose addition, gsm8k or a .jsonl file")
+    return Task(config.task, train, held_out[: config.eval_questions])
+
+
+@functools.cache
+def addition_examples(held_out: int = 1000) -> tuple[list, list]:
+    """All sums of two numbers below 100 in a fixed shuffled order; the first `held_out` are never trained on."""
+    order = torch.randperm(10_000, generator=torch.Generator().manual_seed(2509)).tolist()
+    examples = [Example(f"What is {i // 100} + {i % 100}? Reply with the number only.", str(i // 100 + i % 100),
+                        f"{i // 100}+{i % 100}=") for i in order]
+    return examples[held_out:], examples[:held_out]
+
+
+def gsm8k_examples() -> tuple[list, list]:
+    """GSM8K from the folder in GSM8K_DIR (train.jsonl, test.jsonl), else from the hub through `datasets`."""
+    instruction = "\nThink step by step. End with a line '#### ' followed by the final number."
+    local = "GSM8K_DIR set to a folder with train.jsonl and test.jsonl"
+    if folder := os.environ.get("GSM8K_DIR"):
+        splits = [read_jsonl(pathlib.Path(folder) / f"{name}.jsonl") for name in ("train", "test")]
+    else:
+        try:
+            from datasets import load_dataset
+            loaded = load_dataset("openai/gsm8k", "main")
+        except ImportError:
+            raise UserError(f"--task gsm8k needs `pip install datasets`, or {local}") from None
+        except Exception as error:  # whatever the hub client raises: no network, no such version, …
+            raise UserError(f"could not load openai/gsm8k from the hub ({type(error).__name__}); use {local}") from None
+        splits = [[Example(row["question"], row["answer"]) for row in loaded[name]] for name in ("train", "test")]
+    return tuple([dataclasses.replace(e, question=e.question + instruction) for e in split] for split in splits)
+
+
+def read_jsonl(path) -> list:
+    """Examples from a file with one {"question": …, "answer": …} a line; blank lines are skipped."""
+    try:
+        lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path}: {error}")
+    examples = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            question, answer = row["question"], row["answer"]
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f'{path} line {number}: expected {{"question": "…", "answer": "…"}}, found {line[:60]!r}')
+        require(isinstance(question, str) and isinstance(answer, (str, int, float)) and bool(question.strip()),
+                f"{path} line {number}: question must be non-empty text, and answer text or a number")
+        examples.append(Example(question, str(answer)))
+    require(bool(examples), f"{path} holds no examples")
+    return examples
+
+
+def extract_answer(text):
+    import re
+    found = re.findall(r"-?\d+", str(text))
+    return found[-1] if found else None
+
+
+def is_correct(text, gold):
+    return extract_answer(text) == extract_answer(gold)
+
+
+# %% ---------------------------------------------------------------------------------------------------------- model
+
+
+def load_model(name: str, *, device, cache_dir=None):
+    """(model, tokenizer) in float32, dropout off, with a pad token. `name`: tiny, hub name, directory or .gguf file."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # one bar is enough, and it is ours
+    if name == "tiny":
+        return load_model(str(built_in_model(name, cache_dir)), device=device)
+    path, options = pathlib.Path(name), {}
+    if name.endswith(".gguf"):
+        require(path.is_file(), f"--model {name}: no such file")
+        options, name = {"gguf_file": path.name}, str(path.parent)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, **options)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, **options)
+    except ImportError as error:
+        raise UserError(f"--model {name}: {' '.join(str(error).split())}")
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"--model {name} is neither 'tiny', a model directory, a .gguf file, nor reachable on the hub: "
+                        f"{' '.join(str(error).split())[:160]}")
+    if options:  # weights read from a .gguf cannot be saved again until they sit in an ordinary model
+        plain = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
+        plain.load_state_dict(model.state_dict())
+        plain.tie_weights()
+        model = plain
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token  # harmless: every mask here comes from lengths, never from the pad id
+    for module in model.modules():  # dropout would make the trainer's log-probabilities differ from the sampler's
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+    return model.to(device).eval(), tokenizer
+
+
+def stop_ids(model, tokenizer) -> set:
+    """Every id that ends a response: the tokenizer's EOS and those of the model's generation config."""
+    configured = model.generation_config.eos_token_id
+    configured = configured if isinstance(configured, (list, tuple)) else [configured]
+    return {int(i) for i in [*configured, tokenizer.eos_token_id] if i is not None}
+
+
+def encode_prompts(tokenizer, examples, *, device):
+    """Left-padded (ids, mask), each (P, L). A chat template, where there is one, also places the one BOS."""
+    rows = []
+    for example in examples:
+        if tokenizer.chat_template:
+            ids = tokenizer.apply_chat_template([{"role": "user", "content": example.question}], add_generation_prompt=True,
+                                                return_dict=False)
+        else:
+            ids = tokenizer(example.terse or f"Question: {example.question}\nAnswer:")["input_ids"]
+            if tokenizer.eos_token_id is not None and len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:
+                ids = ids[:-1]  # some tokenizers close every text; a prompt is not closed
+        rows.append(ids)
+    width = max(len(ids) for ids in rows)
+    tokens = torch.tensor([[tokenizer.pad_token_id] * (width - len(ids)) + list(ids) for ids in rows], device=device)
+    lengths = torch.tensor([len(ids) for ids in rows], device=device)
+    return tokens, torch.arange(width, device=device) >= width - lengths[:, None]
+
+
+TINY = {"architecture": "qwen2", "hidden_size": 96, "intermediate_size": 320, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "max_position_embeddings": 64, "wrong_share": 0.6, "steps": 700, "batch": 256,
+        "learning_rate": 2e-3, "version": 1}
+
+
+def built_in_model(name: str, cache_dir) -> pathlib.Path:
+    """The folder of the built-in base model; made by supervised training on first use, then kept in `cache_dir`."""
+    key = hashlib.sha256(json.dumps(TINY, sort_keys=True).encode()).hexdigest()[:10]
+    folder = pathlib.Path(cache_dir) / f"{name}-{key}"
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+            model, tokenizer = make_tiny_model()
+            model.save_pretrained(scratch)
+            tokenizer.save_pretrained(scratch)
+            with contextlib.suppress(OSError):  # another process was quicker; its model is the same
+                os.rename(scratch, folder)
+                os.mkdir(scratch)  # for the context manager to remove
+    return folder
+
+
+def redraw_seconds() -> float:
+    """How often a progress bar is redrawn: often on a terminal, rarely in a log file."""
+    return 0.1 if sys.stderr.isatty() else 10
+
+
+def character_tokenizer():
+    """One token per character of arithmetic, as an ordinary fast tokenizer."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *"0123456789+-*=,; "])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
+                                   clean_up_tokenization_spaces=False, padding_side="left")
+
+
+def make_tiny_model():
+    """Train the built-in model on additions of which 60 % carry one wrong digit, so that it knows the task but errs.
+
+    Reinforcement learning needs a base that is sometimes right. Noise in the demonstrations sets how often: sampled accuracy
+    settles near the share of clean demonstrations, with no need to stop the training at a lucky moment.
+    """
+    from tqdm import tqdm
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    tokenizer = character_tokenizer()
+    shape = {k: v for k, v in TINY.items() if k in Qwen2Config().to_dict()}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Qwen2ForCausalLM(Qwen2Config(vocab_size=len(tokenizer), tie_word_embeddings=True, bos_token_id=None,
+                                             eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, **shape))
+    generator = torch.Generator().manual_seed(0)
+    examples, _ = addition_examples()
+    prompts = [tokenizer(e.terse)["input_ids"] for e in examples]
+    answers = [tokenizer(e.answer)["input_ids"] for e in examples]
+    first_digit, width = tokenizer.convert_tokens_to_ids("0"), max(map(len, prompts)) + max(map(len, answers)) + 1
+    rows = torch.full((len(examples), width), tokenizer.pad_token_id)
+    for row, prompt, answer in zip(rows, prompts, answers):
+        row[: len(prompt) + len(answer) + 1] = torch.tensor(prompt + answer + [tokenizer.eos_token_id])
+    starts, lengths = torch.tensor([len(p) for p in prompts]), torch.tensor([len(a) for a in answers])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=TINY["learning_rate"], weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, TINY["learning_rate"], total_steps=TINY["steps"])
+    progress = tqdm(range(TINY["steps"]), desc="making the built-in model (once)", mininterval=redraw_seconds())
+    for _ in progress:
+        pick = torch.randint(len(rows), (TINY["batch"],), generator=generator)
+        tokens, start, length = rows[pick].clone(), starts[pick], lengths[pick]
+        wrong = torch.rand(len(pick), generator=generator) < TINY["wrong_share"]
+        place = start + (torch.rand(len(pick), generator=generator) * length).long()
+        shift = torch.randint(1, 10, (len(pick),), generator=generator)
+        digit = tokens.gather(1, place[:, None]).squeeze(1) - first_digit
+        tokens[wrong, place[wrong]] = first_digit + (digit + shift)[wrong] % 10
+        labels = tokens.masked_fill((torch.arange(width) < start[:, None]) | (tokens == tokenizer.pad_token_id), -100)
+        loss = model(input_ids=tokens, labels=labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        progress.set_postfix(loss=f"{loss.item():.3f}")
+    return model, tokenizer
+
+
+# %% -------------------------------------------------------------------------------------------------------- rollout
+
+
+def model_inputs(model, tokens, attention_mask, cache) -> dict:
+    """Keyword arguments for one forward pass that continues `cache`. attention_mask covers cache and tokens.
+
+    Positions count real tokens only, so left padding shifts nothing: GPT-2's learned positions need that, and say nothing
+    when they do not get it.
+    """
+    accepted = forward_parameters(type(model))
+    inputs = {"input_ids": tokens, "attention_mask": attention_mask, "use_cache": True,
+              "cache" if "cache" in accepted else "past_key_values": cache}  # renamed in transformers 5.24
+    if "position_ids" in accepted:
+        inputs["position_ids"] = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1]:]
+    return inputs
+
+
+@functools.cache
+def forward_parameters(model_class) -> frozenset:
+    return frozenset(inspect.signature(model_class.forward).parameters)
+
+
+@torch.no_grad()
+def generate(model, prompt, prompt_mask, *, group_size: int, max_new_tokens: int, temperature: float, eos_ids, pad_id: int,
+             generator):
+    """Sample `group_size` responses to each prompt from exactly softmax(logits / temperature); temperature 0 is greedy.
+
+    prompt, prompt_mask: (P, L), left-padded. Returns tokens (B, T), mask (B, T), logprobs (B, T) float32 with B = P·group_size
+    and rows p·group_size … of prompt p. The mask includes the EOS. No top-k, no top-p, no penalties: the distribution that
+    samples is the one the loss differentiates, so `logprobs` are the behaviour policy's own.
+
+    A group shares its prompt: each prompt runs through the model once, and its keys and values are repeated for the group.
+    """
+    from transformers import DynamicCache
+
+    cache, batch = DynamicCache(config=model.config), prompt.shape[0] * group_size
+    logits = model(**model_inputs(model, prompt, prompt_mask, cache), logits_to_keep=1).logits[:, -1]
+    cache.batch_repeat_interleave(group_size)
+    logits = logits.repeat_interleave(group_size, 0)
+    attention = prompt_mask.repeat_interleave(group_size, 0)
+    tokens = torch.full((batch, max_new_tokens), pad_id, dtype=torch.long, device=prompt.device)
+    logprobs = torch.zeros(batch, max_new_tokens, device=prompt.device)
+    mask = torch.zeros(batch, max_new_tokens, dtype=torch.bool, device=prompt.device)
+    rows = torch.arange(batch, device=prompt.device)  # the rows that still run; finished ones leave the batch
+    stops = torch.tensor(sorted(eos_ids), device=prompt.device)
+    for t in range(max_new_tokens):
+        scores = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
+        if temperature == 0:
+            token = scores.argmax(-1, keepdim=True)
+        else:
+            token = torch.multinomial(scores.exp(), 1, generator=generator)
+        tokens[rows, t], logprobs[rows, t], mask[rows, t] = token[:, 0], scores.gather(1, token)[:, 0], True
+        going = ~torch.isin(token[:, 0], stops)
+        if t + 1 == max_new_tokens or not going.any():
+            break
+        if going.float().mean() < 0.75:  # worth the copy of the cache
+            keep = going.nonzero()[:, 0]
+            cache.batch_select_indices(keep)
+            rows, token, attention, going = rows[keep], token[keep], attention[keep], going[keep]
+        attention = torch.cat([attention, torch.ones_like(attention[:, :1])], 1)
+        logits = model(**model_inputs(model, token, attention, cache)).logits[:, -1]
+    mask = completion_mask(tokens, eos_ids=eos_ids) & mask
+    width = int(mask.sum(1).max())
+    return (tokens[:, :width].masked_fill(~mask[:, :width], pad_id), mask[:, :width],
+            logprobs[:, :width].masked_fill(~mask[:, :width], 0.0))
+
+
+def completion_mask(tokens, *, eos_ids):
+    """True up to and including the first EOS of each row, (B, T) → bool (B, T).
+
+    The EOS is a decision of the policy and is trained on; what follows it is padding, also where pad and EOS share an id.
+    """
+    is_eos = torch.isin(tokens, torch.as_tensor(sorted(eos_ids), dtype=tokens.dtype, device=tokens.device))
+    return is_eos.long().cumsum(1) - is_eos.long() == 0
+
+
+@dataclass
+class Rollout:
+    """One batch: P prompts with K responses each; B = P·K rows, in prompt order."""
+    prompt: torch.Tensor        # (P, L) left-padded ids
+    prompt_mask: torch.Tensor   # (P, L)
+    tokens: torch.Tensor        # (B, T) the sampled ids themselves, never a re-encoding of their text
+    mask: torch.Tensor          # (B, T) response tokens, EOS included
+    old_logprobs: torch.Tensor  # (B, T) the sampler's own, recorded while sampling
+    rewards: torch.Tensor       # (P, K)
+    truncated: torch.Tensor     # (B,) no EOS within max_new_tokens
+    version: int                # updates the sampler's weights had seen
+    samples: list               # a few (question, response, answer, reward) for the log
+
+
+def collect(model, tokenizer, examples, config: Config, *, version: int, generator) -> Rollout:
+    """Sample a group of responses to each example and reward them."""
+    device = next(model.parameters()).device
+    prompt, prompt_mask = encode_prompts(tokenizer, examples, device=device)
+    eos_ids = stop_ids(model, tokenizer)
+    tokens, mask, logprobs = generate(model, prompt, prompt_mask, group_size=config.group_size, temperature=config.temperature,
+                                      max_new_tokens=config.max_new_tokens, eos_ids=eos_ids, pad_id=tokenizer.pad_token_id,
+                                      generator=generator)
+    texts = decode(tokenizer, tokens, mask)
+    golds = [e.answer for e in examples for _ in range(config.group_size)]
+    rewards = torch.tensor([float(is_correct(text, gold)) for text, gold in zip(texts, golds)], device=device)
+    ended = (torch.isin(tokens, torch.tensor(sorted(eos_ids), device=device)) & mask).any(1)
+    samples = [{"question": e.question, "response": texts[i * config.group_size], "answer": e.answer,
+                "reward": rewards[i * config.group_size].item()} for i, e in enumerate(examples[:4])]
+    return Rollout(prompt, prompt_mask, tokens, mask, logprobs, rewards.view(len(examples), -1), ~ended, version, samples)
+
+
+def decode(tokenizer, tokens, mask) -> list:
+    return tokenizer.batch_decode([row[keep].tolist() for row, keep in zip(tokens.cpu(), mask.cpu())], skip_special_tokens=True)
+
+
+# %% ----------------------------------------------------------------------------------------------- log-probabilities
+
+
+def token_logprobs(model, prompt, completion, *, prompt_mask=None, mask=None, temperature: float = 1.0, chunk_size=None):
+    """log π_θ of each completion token and the policy's entropy there: two (B, T) float32 tensors, 0 where mask is False.
+
+    prompt (P, L) left-padded, completion (B, T) right-padded, B a multiple of P: rows p·B/P … belong to prompt p.
+    The entropy carries no gradient. Raises ValueError when B is not a multiple of P.
+
+    The group shares its prompt here too. The prompts run once, *with* gradients; their keys and values are repeated, which
+    autograd sums back; then only the completions run. The state at the prompt's last token predicts completion token 0, the
+    state at completion token t predicts token t + 1.
+
+    Memory: logits of all positions would be (B, T, V). Only states of real completion tokens reach the head, a chunk at a time,
+    and backward recomputes each chunk instead of keeping it.
+    """
+    from transformers import DynamicCache
+
+    if completion.shape[0] % prompt.shape[0]:
+        raise ValueError(f"{completion.shape[0]} completions cannot be split evenly over {prompt.shape[0]} prompts")
+    group = completion.shape[0] // prompt.shape[0]
+    prompt_mask = torch.ones_like(prompt, dtype=torch.bool) if prompt_mask is None else prompt_mask
+    mask = torch.ones_like(completion, dtype=torch.bool) if mask is None else mask
+    body, head, cache = model.base_model, model.get_output_embeddings(), DynamicCache(config=model.config)
+
+    states = body(**model_inputs(body, prompt, prompt_mask, cache)).last_hidden_state[:, -1:].repeat_interleave(group, 0)
+    if completion.shape[1] > 1:
+        cache.batch_repeat_interleave(group)
+        attention = torch.cat([prompt_mask.repeat_interleave(group, 0), mask[:, :-1]], 1)
+        states = torch.cat([states, body(**model_inputs(body, completion[:, :-1], attention, cache)).last_hidden_state], 1)
+
+    states, targets = states[mask], completion[mask]
+    vocabulary = head.weight.shape[0]
+    chunk_size = chunk_size or max(1, 2**24 // vocabulary)  # 64 MiB of float32 logits
+    pieces = []
+    for begin in range(0, len(targets), chunk_size):
+        piece = functools.partial(_chosen_logprobs, head, temperature=temperature)
+        arguments = states[begin: begin + chunk_size], targets[begin: begin + chunk_size]
+        recompute = torch.is_grad_enabled() and len(targets) > chunk_size
+        pieces.append(checkpoint(piece, *arguments, use_reentrant=False) if recompute else piece(*arguments))
+    logprobs, entropy = (torch.cat(part) for part in zip(*pieces))
+    scatter = torch.zeros(completion.shape, device=completion.device)
+    return scatter.masked_scatter(mask, logprobs), scatter.masked_scatter(mask, entropy)
+
+
+def _chosen_logprobs(head, states, targets, *, temperature):
+    logits = head(states).float() / temperature
+    log_normaliser = logits.logsumexp(-1)
+    with torch.no_grad():
+        entropy = log_normaliser - (torch.softmax(logits, -1) * logits).sum(-1)
+    return logits.gather(-1, targets[:, None])[:, 0] - log_normaliser, entropy
+
+
+# %% ------------------------------------------------------------------------------------------------------ algorithms
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One row of the family: what it chooses for A, M, W, R and N. Fields left alone are plain REINFORCE with a group mean."""
+    std_normalize: bool = False         # A: divide by the group's standard deviation (ddof 0, + 1e-6)
+    shaping: str = "none"               # A: none | drop (RED-Drop) | weight (RED-Weight) | adaptive-weight
+    weight_temperature: float = 1.0     # A: T of exp(A/T)
+    clip: str = "none"                  # M: none | one_side | two_side | ring
+    eps_low: float = 0.2                # M
+    eps_high: float = 0.2               # M
+    outer_low: float = 0.6              # M: ring only
+    outer_high: float = 2.0             # M: ring only
+    level: str = "token"                # M, W: the ratio of a token, or of a sequence (geometric mean over its tokens)
+    importance_sampling: bool = False   # W: the detached ratio, else 1
+    tau: float = 0.0                    # R: (τ/2)·d², d = log π_θ − log π_old, per token (OPMD)
+    beta: float = 0.0                   # R: β·(log π_old − log π_θ), per token (AsymRE's forward KL)
+    aggregation: str = "token-mean"     # N: token-mean | seq-mean-token-mean
+    source: str = ""
+
+
+PAPER = "arXiv 2509.24203"
+ALGORITHMS = {
+    "reinforce": Algorithm(source="Williams 1992, with the group mean as baseline"),
+    "reinforce-is": Algorithm(importance_sampling=True, source="unclipped token-level importance sampling"),
+    "grpo": Algorithm(std_normalize=True, clip="one_side", importance_sampling=True, source="arXiv 2402.03300, no KL term"),
+    "rec-oneside-is": Algorithm(clip="one_side", importance_sampling=True, source=PAPER),
+    "rec-oneside-nois": Algorithm(clip="one_side", source=PAPER),
+    "rec-twoside-is": Algorithm(clip="two_side", importance_sampling=True, source=PAPER),
+    "rec-twoside-nois": Algorithm(clip="two_side", source=PAPER),
+    "rec-ring-is": Algorithm(clip="ring", importance_sampling=True, source=PAPER),
+    "rec-ring-nois": Algorithm(clip="ring", source=PAPER),
+    "rec-gspo-is": Algorithm(clip="one_side", eps_low=3e-4, eps_high=4e-4, level="sequence", importance_sampling=True,
+                             aggregation="seq-mean-token-mean", source=PAPER),
+    "rec-gspo-nois": Algorithm(clip="one_side", eps_low=3e-4, eps_high=4e-4, level="sequence",
+                               aggregation="seq-mean-token-mean", source=PAPER),
+    "rep-opmd": Algorithm(tau=0.2, source="Kimi k1.5, arXiv 2501.12599"),
+    "rep-asymre": Algorithm(beta=0.1, source="arXiv 2506.20520"),
+    "red-drop": Algorithm(shaping="drop", source=PAPER),
+    "red-weight": Algorithm(shaping="weight", source=PAPER),
+    "red-weight-adaptive": Algorithm(shaping="adaptive-weight", source="arXiv 2606.20002"),
+}
+
+
+def find_algorithm(algorithm, **overrides) -> Algorithm:
+    """The row itself, or the row of that name, with every override that is not None put in."""
+    if isinstance(algorithm, str):
+        if algorithm not in ALGORITHMS:
+            raise ValueError(f"unknown algorithm {algorithm!r}; choose from: {', '.join(ALGORITHMS)}")
+        algorithm = ALGORITHMS[algorithm]
+    return dataclasses.replace(algorithm, **{k: v for k, v in overrides.items() if v is not None})
+
+
+# The next functions are copies from lessons 02, 04 and 05; a test holds them equal.
+
+
+def group_advantages(rewards, *, leave_one_out=False, std_normalize=False, eps=1e-6):
+    """A_i = r_i − r̄ of each response against its own group, (..., K) → (..., K); lesson 02 explains it."""
+    if rewards.dim() == 0 or rewards.shape[-1] < 2:
+        raise ValueError("a group needs at least 2 responses to the same prompt: sample K ≥ 2, "
+                         f"not {tuple(rewards.shape)}")
+    if not rewards.is_floating_point():
+        rewards = rewards.to(torch.get_default_dtype())
+    if not torch.isfinite(rewards).all():
+        raise ValueError("rewards must be finite: replace NaN and infinity (by 0, say) before grouping")
+    group_size = rewards.shape[-1]
+    advantages = rewards - rewards.mean(-1, keepdim=True)
+    if std_normalize:
+        advantages = advantages / (rewards.std(-1, correction=0, keepdim=True) + eps)
+    if leave_one_out:
+        advantages = advantages * (group_size / (group_size - 1))
+    # In float32 the mean of seven times 0.1 is not 0.1, and a tiny std blows that error up: so ask the rewards.
+    flat = rewards.amax(-1, keepdim=True) == rewards.amin(-1, keepdim=True)
+    return torch.where(flat, torch.zeros_like(advantages), advantages)
+
+
+def clip_mask(ratio, advantages, *, clip, eps_low=0.2, eps_high=0.2, outer_low=0.6, outer_high=2.0):
+    """M: True where a token takes part in the update, False where it has moved too far; lesson 04 explains it."""
+    if clip not in ("none", "one_side", "two_side", "ring"):
+        raise ValueError(f"clip must be none, one_side, two_side or ring, not {clip!r}")
+    if not (eps_low >= 0 and eps_high >= 0):
+        raise ValueError(f"eps_low and eps_high must be ≥ 0, got {eps_low} and {eps_high}; 0.2 and 0.2 are usual")
+    if clip == "ring" and not (outer_low > eps_low and outer_high > eps_high):
+        raise ValueError("the ring must lie outside the inner bounds: need outer_low > eps_low and outer_high > "
+                         f"eps_high, got {outer_low}, {eps_low} and {outer_high}, {eps_high}")
+    if advantages.dim() not in (0, ratio.dim()):
+        # (B,) against (B, T) would line up with the tokens, silently when B = T.
+        raise ValueError("advantages need as many dimensions as ratio: pass advantages.unsqueeze(-1) for one per "
+                         f"response; got {tuple(advantages.shape)} for ratio {tuple(ratio.shape)}")
+    above, below = ratio > 1 + eps_high, ratio < 1 - eps_low
+    raised, lowered = advantages > 0, advantages < 0  # whether the update makes the token likelier
+    if clip == "none":
+        clipped = torch.zeros_like(above & raised)
+    elif clip == "one_side":
+        clipped = (raised & above) | (lowered & below)
+    elif clip == "two_side":
+        clipped = (raised | lowered) & (above | below)
+    else:
+        clipped = raised & (above | (below & (ratio > 1 - outer_low)))
+        clipped = clipped | (lowered & (below | (above & (ratio < 1 + outer_high))))
+    return ~clipped
+
+
+def clean_tokens(logprobs, old_logprobs, advantages, mask):
+    """Check shapes and put 0 on padding before any arithmetic; lesson 04 explains it."""
+    if not logprobs.shape == old_logprobs.shape == mask.shape:
+        raise ValueError("logprobs, old_logprobs and mask need one shape (B, T), got "
+                         f"{tuple(logprobs.shape)}, {tuple(old_logprobs.shape)} and {tuple(mask.shape)}")
+    if advantages.shape not in (logprobs.shape, logprobs.shape[:-1], (*logprobs.shape[:-1], 1)):
+        raise ValueError("advantages must be (B,), one per response, or (B, T), one per token; "
+                         f"got {tuple(advantages.shape)} for logprobs {tuple(logprobs.shape)}")
+    if mask.dtype != torch.bool:
+        if not ((mask == 0) | (mask == 1)).all():
+            raise ValueError("mask must hold 0 and 1 only; was another tensor passed in its place?")
+        mask = mask.bool()
+    if advantages.dim() < logprobs.dim():
+        advantages = advantages.unsqueeze(-1)
+    if logprobs.dtype in (torch.float16, torch.bfloat16):
+        logprobs = logprobs.float()
+    old_logprobs, advantages = old_logprobs.detach().to(logprobs.dtype), advantages.detach().to(logprobs.dtype)
+    return *(torch.where(mask, tensor, 0.0) for tensor in (logprobs, old_logprobs, advantages)), mask
+
+
+def red_drop(rewards, *, generator=None):
+    """RED-Drop: (advantages, keep) with random surplus negatives dropped, (..., K); lesson 05 explains it."""
+    if rewards.dim() == 0 or rewards.shape[-1] < 2:
+        raise ValueError("a group needs at least 2 responses to the same prompt: sample K ≥ 2, "
+                         f"not {tuple(rewards.shape)}")
+    if not rewards.is_floating_point():
+        rewards = rewards.to(torch.get_default_dtype())
+    if not torch.isfinite(rewards).all():
+        raise ValueError("rewards must be finite: replace NaN and infinity (by 0, say) before grouping")
+    # r_i − r̄ as the mean of r_i − r_j over j: equal rewards differ by exactly 0 in any precision, while the float32 mean
+    # of seven times 0.1 is larger than 0.1. A reward AT the mean is positive, so its rounding must not decide either.
+    difference = rewards.unsqueeze(-1) - rewards.unsqueeze(-2)
+    rounding = 4 * torch.finfo(rewards.dtype).eps * rewards.abs().amax(-1, keepdim=True)
+    positive = difference.mean(-1) >= -rounding
+    # A random rank for each negative, 0, 1, …, with the positives behind them: rank < number of positives may stay.
+    device = rewards.device if generator is None else generator.device
+    noise = torch.rand(rewards.shape, generator=generator, device=device).to(rewards.device)
+    rank = noise.masked_fill(positive, 2.0).argsort(-1).argsort(-1)
+    keep = positive | (rank < positive.sum(-1, keepdim=True))
+    from_kept = torch.where(keep.unsqueeze(-2), difference, 0.0).sum(-1) / keep.sum(-1, keepdim=True)
+    return torch.where(keep, from_kept, 0.0), keep
+
+
+def red_weight(advantages, *, temperature=1.0):
+    """RED-Weight: exp(A/T), (..., K) → (..., K); lesson 05 explains it."""
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature must be positive and finite, not {temperature}; a large one means no weighting")
+    if not torch.isfinite(advantages).all():
+        raise ValueError("advantages must be finite: check the rewards they were made from")
+    weights = (advantages / temperature).exp()
+    if not torch.isfinite(weights).all():
+        raise ValueError(f"exp(A/T) overflows at A = {advantages.max():g}, T = {temperature}: raise the temperature")
+    return weights
+
+
+def adaptive_temperature(advantages, lengths, *, low=0.8, high=100.0):
+    """The T at which Σ A·exp(A/T)·L = 0 for one group, or None; lesson 05 explains it."""
+    if advantages.dim() != 1 or advantages.shape != lengths.shape or len(advantages) < 2:
+        raise ValueError("advantages and lengths must be one group of K ≥ 2 responses, both (K,), "
+                         f"not {tuple(advantages.shape)} and {tuple(lengths.shape)}; loop over the groups")
+    if not 0 < low < high < math.inf:
+        raise ValueError(f"the bracket must satisfy 0 < low < high, not low = {low}, high = {high}")
+    advantages, lengths = (tensor.detach().to("cpu", torch.float64) for tensor in (advantages, lengths))
+    if not (torch.isfinite(advantages).all() and torch.isfinite(lengths).all() and (lengths >= 0).all()):
+        raise ValueError("advantages and lengths must be finite, and lengths must be ≥ 0")
+    pull = advantages * lengths
+    if pull.sum() >= -1e-6 * pull.abs().sum():  # the rounding of a float32 mean is no imbalance
+        return None
+
+    def still_negative(temperature):  # falls with T; dividing by the largest weight keeps the sign and the range
+        return (pull * ((advantages - advantages.max()) / temperature).exp()).sum() < 0
+
+    if still_negative(low):
+        return float(low)
+    for _ in range(20):
+        if high - low < 0.05:
+            break
+        middle = (low + high) / 2
+        low, high = (low, middle) if still_negative(middle) else (middle, high)
+    return float(high)
+
+
+def shaped_advantages(rewards, lengths, *, algorithm: Algorithm, generator=None):
+    """A of the row: (P, K) rewards and response lengths → (P, K) advantages, with RED's dropping or weighting put in."""
+    if algorithm.shaping == "drop":
+        return red_drop(rewards, generator=generator)[0]
+    advantages = group_advantages(rewards, std_normalize=algorithm.std_normalize)
+    if algorithm.shaping == "weight":
+        advantages = advantages * red_weight(advantages, temperature=algorithm.weight_temperature)
+    if algorithm.shaping == "adaptive-weight":
+        for group, length in zip(advantages, lengths):
+            if temperature := adaptive_temperature(group, length):
+                group *= red_weight(group, temperature=temperature)
+    return advantages
+
+
+def token_weights(mask, *, aggregation: str, tokens: int | None = None, sequences: int | None = None):
+    """N: the weight of each token in the named mean, (B, T). Micro-batches and ranks pass the totals of the whole batch."""
+    tokens, sequences = tokens or mask.sum(), sequences or mask.shape[0]
+    lengths = mask.sum(1, keepdim=True).clamp(min=1)
+    weight = {"token-mean": 1.0 / tokens, "seq-mean-token-mean": 1.0 / (sequences * lengths)}[aggregation]
+    return mask * weight
+
+
+def policy_loss(logprobs, old_logprobs, advantages, mask, *, algorithm, eps_low=None, eps_high=None, outer_low=None,
+                outer_high=None, tau=None, beta=None, weights=None):
+    """The one equation. Returns (loss, metrics): a scalar to minimise, and token means as 0-d tensors.
+
+    logprobs, old_logprobs, mask: (B, T); advantages: (B,) or (B, T); algorithm: a row or its name; the other options override
+    the row. weights: (B, T) from token_weights, when this is a part of a larger batch; by default this is the whole batch.
+    Positions where mask is False may hold anything, NaN too: they are cut out before any arithmetic.
+    """
+    row = find_algorithm(algorithm, eps_low=eps_low, eps_high=eps_high, outer_low=outer_low, outer_high=outer_high, tau=tau,
+                         beta=beta)
+    logprobs, old_logprobs, advantages, mask = clean_tokens(logprobs, old_logprobs, advantages, mask)
+    advantages, log_ratio = advantages.expand(mask.shape), logprobs - old_logprobs
+    decided = log_ratio.detach()
+    if row.level == "sequence":
+        decided = (decided.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)).expand(mask.shape)
+    ratio = decided.clamp(-20, 20).exp()
+
+    keep = clip_mask(ratio, advantages, clip=row.clip, eps_low=row.eps_low, eps_high=row.eps_high,
+                     outer_low=row.outer_low, outer_high=row.outer_high)
+    weight = ratio if row.importance_sampling else 1.0
+    per_token = -torch.where(keep, weight * advantages, 0.0) * logprobs
+    per_token = per_token + row.tau / 2 * log_ratio**2 - row.beta * log_ratio
+    weights = token_weights(mask, aggregation=row.aggregation) if weights is None else weights
+    loss = (weights * torch.where(mask, per_token, 0.0)).sum()
+
+    with torch.no_grad():
+        count = mask.sum().clamp(min=1)
+        token_ratio = log_ratio.clamp(-20, 20).exp()
+        metrics = {
+            "clip_fraction": (mask & ~keep).sum() / count,
+            "ratio_mean": torch.where(mask, token_ratio, 0.0).sum() / count,
+            # k3 on the sampler's own tokens estimates KL(π_old ‖ π_θ): never negative, and far less noisy than −log ρ
+            "kl_old": torch.where(mask, token_ratio - 1 - log_ratio, 0.0).sum() / count,
+        }
+    return loss, metrics
+
+
+# %% -------------------------------------------------------------------------------------------------------- schedule
+
+def rollout_version(step, *, sync_interval, sync_offset):
+    """v(n) = I·max(0, ⌊(n−m−1)/I⌋): updates the sampler's weights had seen for the batch of step n (1-based)."""
+    for name, value, least in (("step", step, 1), ("sync_interval", 1 if sync_interval is None else sync_interval, 1),
+                               ("sync_offset", sync_offset, 0)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{name} must be a whole number ≥ {least}, got {value!r}")
+    if sync_interval is None:
+        return 0
+    return sync_interval * max(0, (step - sync_offset - 1) // sync_interval)
+
+
+def staleness(step, *, sync_interval, sync_offset):
+    """s(n) = (n−1) − v(n): how many updates step n (1-based) is ahead of its data's sampler."""
+    return step - 1 - rollout_version(step, sync_interval=sync_interval, sync_offset=sync_offset)
+
+
+def batch_examples(examples: list, number: int, *, count: int, seed: int) -> list:
+    """The examples of batch `number` (1-based): consecutive slices of one shuffle per pass over the data, a pure function."""
+    picked = []
+    for position in range((number - 1) * count, number * count):
+        epoch, index = divmod(position, len(examples))
+        picked.append(examples[_shuffled(len(examples), seed, epoch)[index]])
+    return picked
+
+
+@functools.lru_cache(maxsize=4)
+def _shuffled(size: int, seed: int, epoch: int) -> list:
+    return torch.randperm(size, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch)).tolist()
+
+
+# %% -------------------------------------------------------------------------------------------------------- training
+
+
+def train_step(model, optimizer, batch: Rollout, config: Config, *, algorithm: Algorithm, generator) -> dict:
+    """One optimizer step on one batch, in micro-batches whose gradients add up to the whole batch's."""
+    lengths = batch.mask.sum(1).view_as(batch.rewards)
+    advantages = shaped_advantages(batch.rewards, lengths, algorithm=algorithm, generator=generator).flatten()
+    weights = token_weights(batch.mask, aggregation=algorithm.aggregation)
+    total, group = batch.mask.sum(), config.group_size
+    prompts = max(1, config.micro_batch_tokens // (batch.prompt.shape[1] + group * batch.tokens.shape[1]))
+    loss_sum, metrics, all_logprobs, entropy_sum = 0.0, {}, [], 0.0
+    optimizer.zero_grad()
+    for first in range(0, len(batch.prompt), prompts):
+        rows = slice(first * group, (first + prompts) * group)
+        part = slice(first, first + prompts)
+        mask = batch.mask[rows]
+        with autocast(config, batch.tokens.device):
+            logprobs, entropy = token_logprobs(model, batch.prompt[part], batch.tokens[rows], mask=mask,
+                                               prompt_mask=batch.prompt_mask[part], temperature=config.temperature)
+        loss, part_metrics = policy_loss(logprobs, batch.old_logprobs[rows], advantages[rows], mask, algorithm=algorithm,
+                                         weights=weights[rows])
+        loss.backward()
+        share = mask.sum() / total
+        metrics = {k: metrics.get(k, 0.0) + share * v for k, v in part_metrics.items()}
+        loss_sum, entropy_sum = loss_sum + loss.detach(), entropy_sum + entropy.sum()
+        all_logprobs.append(logprobs.detach())
+    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+    if not torch.isfinite(loss_sum + grad_norm):
+        raise FloatingPointError(f"the loss ({loss_sum:.3g}) or its gradient norm ({grad_norm:.3g}) is not finite")
+    optimizer.step()
+    metrics |= off_policyness(torch.cat(all_logprobs), batch.old_logprobs, batch.mask)
+    metrics |= {"loss": loss_sum, "grad_norm": grad_norm, "entropy": entropy_sum / total, "reward": batch.rewards.mean(),
+                "completion_length": lengths.float().mean(), "truncated": batch.truncated.float().mean(),
+                "flat_groups": (batch.rewards.amax(1) == batch.rewards.amin(1)).float().mean()}
+    return {k: float(v) for k, v in metrics.items()}
+
+
+def off_policyness(logprobs, old_logprobs, mask) -> dict:
+    """How far the batch is from the policy: quantiles of the token ratio, and the effective sample size of the responses.
+
+    ess = (Σ ρ_seq)² / (B Σ ρ_seq²), 1 when on-policy and 1/B when one response carries all the weight.
+    """
+    log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
+    sequence = torch.softmax(log_ratio.sum(1), 0)
+    ratio = log_ratio[mask].clamp(-20, 20).exp().sort().values
+    at = {f"ratio_p{q:02d}": ratio[int(q / 100 * (len(ratio) - 1))] for q in (5, 50, 95)}
+    return {**at, "ratio_max": ratio[-1], "ess": 1 / (sequence**2).sum() / len(sequence)}
+
+
+def autocast(config: Config, device):
+    """bfloat16 matrix products on float32 weights, where asked for; log-softmax, ratios and losses stay float32."""
+    wanted = config.dtype == "bfloat16" or (config.dtype == "auto" and device.type == "cuda")
+    return torch.autocast(device.type, torch.bfloat16) if wanted else contextlib.nullcontext()
+
+
+def train(config: Config) -> dict:
+    """One run, from the base model or its last checkpoint to a complete run directory. Returns before, after and seconds."""
+    from tqdm import tqdm
+
+    started = time.perf_counter()
+    device, out, task = pick_device(config.device), pathlib.Path(config.out), load_task(config)
+    overrides = {f.name: getattr(config, f.name) for f in dataclasses.fields(AlgorithmOptions) if f.name != "algorithm"}
+    row = find_algorithm(config.algorithm, **overrides)
+    state = load_checkpoint(out) if config.resume else None
+    model, tokenizer = load_model(state["folder"] if state else config.model, device=device, cache_dir=config.cache_dir)
+    task = drop_long_prompts(task, tokenizer, config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=0.0)
+    # While the two are refreshed together the sampler is the policy itself; it is a second copy of the weights only when stale.
+    sampler = model if config.sync_interval == 1 and not config.offline else copy.deepcopy(model)
+    sampling, dropping = torch.Generator(device).manual_seed(config.seed), torch.Generator().manual_seed(config.seed)
+    version, queue, first_step = 0, deque(), 1  # the queue is the first-in first-out buffer between sampler and trainer
+
+    if state:
+        version, queue, first_step = state["version"], deque(Rollout(**batch) for batch in state["queue"]), state["step"] + 1
+        optimizer.load_state_dict(state["optimizer"])
+        sampler.load_state_dict(state["sampler"] or model.state_dict())
+        restore_random(state["random"], sampling, dropping)
+        keep_lines(out, last_step=state["step"])
+    else:
+        prepare_run(out, config)
+        self_check(model, tokenizer, task, config)
+        append(out / "metrics.jsonl", {"step": 0, **evaluate(model, tokenizer, task, config)})
+
+    def save(step):
+        save_checkpoint(out, step, model, tokenizer, {
+            "version": version, "queue": [dataclasses.asdict(batch) for batch in queue], "optimizer": optimizer.state_dict(),
+            "sampler": None if sampler is model else sampler.state_dict(), "random": random_state(sampling, dropping)})
+
+    progress = tqdm(range(first_step, config.steps + 1), initial=first_step - 1, total=config.steps, desc=config.algorithm,
+                    mininterval=redraw_seconds())
+    with interruptions() as interruption:
+        for step in progress:
+            began = time.perf_counter()
+            if (step - 1) % config.sync_interval == 0 and not config.offline:
+                version = step - 1
+                if sampler is not model:
+                    sampler.load_state_dict(model.state_dict())  # copies the numbers; a mere reference would never be stale
+            while len(queue) <= config.sync_offset:
+                examples = batch_examples(task.train, step + len(queue), count=config.prompts_per_step, seed=config.seed)
+                queue.append(collect(sampler, tokenizer, examples, config, version=version, generator=sampling))
+            batch = queue.popleft()
+            metrics = {"step": step, "staleness": step - 1 - batch.version}
+            try:
+                metrics |= train_step(model, optimizer, batch, config, algorithm=row, generator=dropping)
+            except FloatingPointError as error:
+                raise RunStopped(f"step {step}: {error}; {last_checkpoint_text(out)}")
+            metrics["tokens_per_second"] = int(batch.mask.sum()) / (time.perf_counter() - began)
+            if step % config.eval_every == 0 or step == config.steps:
+                metrics |= evaluate(model, tokenizer, task, config)
+            append(out / "metrics.jsonl", metrics)
+            for sample in batch.samples:
+                append(out / "samples.jsonl", {"step": step, **sample})
+            progress.set_postfix(reward=f"{metrics['reward']:.2f}", stale=metrics["staleness"],
+                                 clip=f"{metrics['clip_fraction']:.3f}")
+            if step % config.save_every == 0 or step == config.steps or interruption:
+                save(step)
+            if interruption:
+                raise RunStopped(f"stopped by {interruption[0]} after step {step}; continue with --resume --out {out}")
+
+    replace_folder(out / "model", lambda folder: (model.save_pretrained(folder), tokenizer.save_pretrained(folder)))
+    history = read_metrics(out)
+    plot_run(history, out, title=config.algorithm)
+    accuracy = [line["eval_accuracy"] for line in history if "eval_accuracy" in line]
+    return {"before": accuracy[0], "after": accuracy[-1], "seconds": time.perf_counter() - started}
+
+
+def drop_long_prompts(task: Task, tokenizer, config: Config) -> Task:
+    """The task without the questions that exceed --max-prompt-tokens; says how many were left out."""
+    def short(examples):
+        if config.task == "addition":  # all alike, and many: encoding them would cost more than it could find
+            return examples
+        return [e for e in examples if encode_prompts(tokenizer, [e], device="cpu")[0].shape[1] <= config.max_prompt_tokens]
+
+    kept = dataclasses.replace(task, train=short(task.train), evaluation=short(task.evaluation))
+    require(bool(kept.train and kept.evaluation),
+            f"no question of {task.name} fits into --max-prompt-tokens {config.max_prompt_tokens}")
+    if dropped := len(task.train) - len(kept.train):
+        print(f"left out {dropped} training questions longer than {config.max_prompt_tokens} tokens")
+    return kept
+
+
+def self_check(model, tokenizer, task: Task, config: Config, *, tolerance: float | None = None) -> float:
+    """Sample one batch and compare the sampler's log-probabilities with the trainer's; they must describe one distribution.
+
+    A wrong temperature, position, mask or head would make every ratio differ from 1 before the first update, silently.
+    """
+    device = next(model.parameters()).device
+    examples = batch_examples(task.train, 1, count=min(4, config.prompts_per_step), seed=config.seed)
+    with torch.no_grad(), autocast(config, device) as cast:
+        batch = collect(model, tokenizer, examples, config, version=0, generator=torch.Generator(device).manual_seed(0))
+        logprobs, _ = token_logprobs(model, batch.prompt, batch.tokens, prompt_mask=batch.prompt_mask, mask=batch.mask,
+                                     temperature=config.temperature)
+    difference = (logprobs - batch.old_logprobs).abs().max().item()
+    tolerance = tolerance or (0.5 if cast else 1e-3)
+    require(difference <= tolerance, f"the sampler's and the trainer's log-probabilities differ by {difference:.2g}, more than "
+            f"{tolerance}: the architecture {type(model).__name__} is not supported")
+    print(f"self-check: sampler and trainer log-probabilities agree to {difference:.1e}")
+    return difference
+
+
+# %% ------------------------------------------------------------------------------------------------------ evaluation
+
+
+def evaluate(model, tokenizer, task: Task, config: Config) -> dict:
+    """Accuracy on the held-out questions: sampled at the training temperature, greedy, and pass@k.
+
+    Its generator is its own and starts afresh, so that evaluating changes nothing in training and every evaluation of a run
+    meets the same random numbers. The interval treats the questions as the sample.
+    """
+    device, k = next(model.parameters()).device, config.eval_samples
+    generator = torch.Generator(device).manual_seed(config.seed + 1)
+    sampled, greedy = [], []
+    for first in range(0, len(task.evaluation), 64):
+        examples = task.evaluation[first: first + 64]
+        part = dataclasses.replace(config, group_size=k)
+        sampled.append(collect(model, tokenizer, examples, part, version=0, generator=generator).rewards)
+        part = dataclasses.replace(config, group_size=1, temperature=0.0)
+        greedy.append(collect(model, tokenizer, examples, part, version=0, generator=generator).rewards)
+    sampled, greedy = torch.cat(sampled).double().cpu(), torch.cat(greedy).double().cpu()
+    per_question = sampled.mean(1)
+    half_width = 1.96 * per_question.std().item() / math.sqrt(len(per_question)) if len(per_question) > 1 else math.nan
+    return {"eval_accuracy": per_question.mean().item(), "eval_interval": half_width, "eval_greedy": greedy.mean().item(),
+            f"eval_pass_at_{k}": (sampled.amax(1) > 0).double().mean().item()}
+
+
+# %% ------------------------------------------------------------------------------------------------------ checkpoint
+
+
+class RunStopped(Exception):
+    """The run ended early, in order: everything up to the last checkpoint is safe. Exit status 1."""
+
+
+def prepare_run(out: pathlib.Path, config: Config) -> None:
+    """Make an empty run directory and write config.json; refuses to touch a run that is already there."""
+    if (out / "metrics.jsonl").exists():
+        require(config.overwrite, f"{out} already holds a run: add --resume to continue it, --overwrite to replace it, "
+                "or choose another --out")
+        for name in ("metrics.jsonl", "samples.jsonl", "curves.png", "checkpoint", "model"):
+            shutil.rmtree(out / name) if (out / name).is_dir() else (out / name).unlink(missing_ok=True)
+    write_text(out / "config.json", json.dumps(dataclasses.asdict(config), indent=1))
+
+
+def append(path: pathlib.Path, line: dict) -> None:
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+
+def read_metrics(out: pathlib.Path) -> list:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def keep_lines(out: pathlib.Path, *, last_step: int) -> None:
+    """Drop the lines after the checkpoint, and a last line that a crash cut short: those steps will be run again."""
+    for path in (out / "metrics.jsonl", out / "samples.jsonl"):
+        kept = []
+        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+            with contextlib.suppress(ValueError):
+                if json.loads(line)["step"] <= last_step:
+                    kept.append(line + "\n")
+        write_text(path, "".join(kept))
+
+
+def replace_folder(target: pathlib.Path, fill) -> None:
+    """Let `fill` write into a temporary neighbour, flush it to the disk, then rename it to `target`: whole or not at all."""
+    scratch = pathlib.Path(tempfile.mkdtemp(dir=target.parent, prefix="unfinished-"))
+    try:
+        fill(scratch)
+        for path in [*scratch.iterdir(), scratch]:
+            handle = os.open(path, os.O_RDONLY)
+            os.fsync(handle)
+            os.close(handle)
+        if target.exists():
+            shutil.rmtree(target)
+        os.rename(scratch, target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def save_checkpoint(out: pathlib.Path, step: int, model, tokenizer, state: dict) -> None:
+    """Write out/checkpoint/step-N: a model for from_pretrained plus trainer.pt. Older ones go only when it is complete."""
+    folder = out / "checkpoint"
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / f"step-{step:06d}"
+
+    def fill(scratch):
+        model.save_pretrained(scratch)
+        tokenizer.save_pretrained(scratch)
+        torch.save({"step": step, **state}, scratch / "trainer.pt")
+
+    try:
+        replace_folder(target, fill)
+    except OSError as error:
+        raise RunStopped(f"step {step}: cannot save a checkpoint ({error.strerror or error}); {last_checkpoint_text(out)}")
+    for old in folder.iterdir():
+        if old != target:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def checkpoints(out: pathlib.Path) -> list:
+    return sorted((out / "checkpoint").glob("step-*")) if (out / "checkpoint").is_dir() else []
+
+
+def last_checkpoint_text(out: pathlib.Path) -> str:
+    found = checkpoints(out)
+    return f"the last good checkpoint is {found[-1]}" if found else "no checkpoint had been saved yet (see --save-every)"
+
+
+def load_checkpoint(out: pathlib.Path) -> dict:
+    """The trainer's state in the newest complete checkpoint, with its folder."""
+    found = checkpoints(out)
+    require(bool(found), f"--resume: {out} has no checkpoint")
+    return {**torch.load(found[-1] / "trainer.pt", weights_only=True), "folder": str(found[-1])}
+
+
+def random_state(*generators) -> dict:
+    """Every generator's state: our own, and the global ones that a user's reward may draw from."""
+    kind, keys, *rest = np.random.get_state()
+    return {"generators": [g.get_state() for g in generators], "torch": torch.get_rng_state(), "python": random.getstate(),
+            "numpy": (kind, keys.tolist(), *rest), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
+
+
+def restore_random(state: dict, *generators) -> None:
+    for generator, saved in zip(generators, state["generators"], strict=True):
+        generator.set_state(saved)
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    if state["cuda"]:
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+@contextlib.contextmanager
+def interruptions():
+    """A list that names the signal once SIGINT or SIGTERM has arrived, so that the step in progress can finish and be saved.
+
+    A second signal acts as it always did.
+    """
+    arrived, previous = [], {}
+
+    def note(number, _frame):
+        arrived.append(signal.Signals(number).name)
+        signal.signal(number, previous[number])
+
+    if threading.current_thread() is threading.main_thread():
+        previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield arrived
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+# %% -------------------------------------------------------------------------------------------------------- pictures
+
+
+def row_style(name: str) -> dict:
+    """The same colour and line for the same row in every figure."""
+    colour, line = STYLES[list(ALGORITHMS).index(name) % len(STYLES)] if name in ALGORITHMS else ("#000000", "-")
+    return {"color": colour, "linestyle": line}
+
+
+def plot_run(history: list, out: pathlib.Path, *, title: str) -> None:
+    """curves.png: accuracy, distance to the sampler, clipping and entropy of one run."""
+    fig, axes = figure(4, height=3.0, width=3.6)
+    plot_series(axes[0], history, "reward", label="training reward", color="0.7", linestyle="-")
+    plot_series(axes[0], history, "eval_accuracy", label="held-out accuracy", color="black", linestyle="-")
+    axes[0].legend()
+    for axis, key, name in zip(axes[1:], ("kl_old", "clip_fraction", "entropy"),
+                               ("KL(sampler ‖ policy) per token", "share of tokens clipped", "entropy (nats per token)")):
+        plot_series(axis, history, key)
+        axis.set_title(name)
+    accuracy = [line["eval_accuracy"] for line in history if "eval_accuracy" in line]
+    axes[0].set_title(f"{title}: accuracy {accuracy[0]:.2f} → {accuracy[-1]:.2f}")
+    for axis in axes:
+        axis.set_xlabel("training step")
+        axis.set_ylim(bottom=0)
+    save_figure(fig, out, "curves")
+
+
+def plot_series(axis, history: list, key: str, **style) -> None:
+    points = [(line["step"], line[key]) for line in history if key in line]
+    axis.plot(*zip(*points), **style)
+
+
+def plot_comparison(histories: dict, out: pathlib.Path, *, setting: str) -> None:
+    """compare.png: the rows of --compare, overlaid."""
+    fig, axes = figure(3, height=3.6, width=4.4)
+    keys = {"eval_accuracy": "held-out accuracy", "kl_old": "KL(sampler ‖ policy) per token",
+            "clip_fraction": "share of tokens clipped"}
+    for axis, (key, label) in zip(axes, keys.items()):
+        for name, history in histories.items():
+            plot_series(axis, history, key, label=name, **row_style(name))
+        axis.set_title(label)
+        axis.set_xlabel("training step")
+        axis.set_ylim(bottom=0)
+    axes[0].legend()
+    ends = {name: [line["eval_accuracy"] for line in history if "eval_accuracy" in line] for name, history in histories.items()}
+    fig.suptitle(f"{setting}: accuracy " + ", ".join(f"{name} {a[0]:.2f} → {a[-1]:.2f}" for name, a in ends.items()))
+    save_figure(fig, out, "compare")
+
+
+# %% ------------------------------------------------------------------------------------------------------------ main
+
+
+def parse_arguments(argv=None) -> Config:
+    """Flags → Config. With --resume, the flags not given keep the values of the run in --out."""
+    from transformers import HfArgumentParser
+
+    parser = HfArgumentParser(GROUPS, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                              allow_abbrev=False)
+    argv = sys.argv[1:] if argv is None else argv
+    known, _ = parser.parse_known_args(argv)
+    if known.resume:
+        require(known.out is not None, "--resume needs --out with the directory of the run")
+        try:
+            parser.set_defaults(**json.loads((pathlib.Path(known.out) / "config.json").read_text(encoding="utf-8")))
+        except (OSError, ValueError) as error:
+            raise UserError(f"--resume: cannot read {known.out}/config.json ({error})")
+    return Config(**vars(parser.parse_args(argv)))
+
+
+def staleness_text(config: Config) -> str:
+    if config.offline:
+        return "offline"
+    return f"sync interval {config.sync_interval}, offset {config.sync_offset}"
+
+
+def main(argv=None) -> None:
+    try:
+        config = parse_arguments(argv)
+        validate(config)
+        if config.compare:
+            compare(config)
+            return
+        setting = "offline" if config.offline else f"I{config.sync_interval}-m{config.sync_offset}"
+        config.out = config.out or f"runs/{config.algorithm}-{pathlib.Path(config.task).stem}-{setting}-seed{config.seed}"
+        print_result(train(config), config)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except RunStopped as error:
+        print(f"stopped: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def print_result(result: dict, config: Config) -> None:
+    print(f"{config.algorithm}: accuracy {result['before']:.3f} → {result['after']:.3f} in {result['seconds']:.0f} s, "
+          f"run directory {config.out}")
+
+
+def compare(config: Config) -> None:
+    """Train the rows of --compare one after the other, each in its own folder under --out, and overlay them."""
+    out, results = pathlib.Path(config.out or "runs/compare"), {}
+    for name in config.compare.split(","):
+        run = dataclasses.replace(config, algorithm=name, out=str(out / name), compare=None)
+        results[name] = train(run)
+        print_result(results[name], run)
+    histories = {name: read_metrics(out / name) for name in results}
+    plot_comparison(histories, out, setting=f"{config.task}, {staleness_text(config)}")
+    summary = ", ".join(f"{name} {r['before']:.3f} → {r['after']:.3f}" for name, r in results.items())
+    print(f"accuracy before → after: {summary}; {sum(r['seconds'] for r in results.values()):.0f} s; {out / 'compare.png'}")
+
+
+if __name__ == "__main__":
+    main()
