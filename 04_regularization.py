@@ -1,10 +1,76 @@
 """Lesson 04: regularise the update. Clipping and additive penalties are two ways to stay near the sampler."""
 
 import math
+from collections import deque
 
 import torch
 
 # %% The losses
+
+
+def group_advantages(rewards, *, leave_one_out=False, std_normalize=False, eps=1e-6):
+    """Advantage of each response against its own group: A_i = r_i − r̄, r̄ = (1/K) Σ_i r_i (paper section 2).
+
+    rewards: (..., K), where the last dimension holds the K responses to ONE prompt. Returns the same shape.
+    leave_one_out: subtract the mean of the other K−1 rewards instead (RLOO), which equals K/(K−1)·(r_i − r̄).
+    std_normalize: divide by the group's population standard deviation (ddof 0) + eps, as GRPO does.
+    A group whose rewards are all equal gives exactly 0, in float32 too. ValueError: K < 2, or a reward is not finite.
+    """
+    if rewards.dim() == 0 or rewards.shape[-1] < 2:
+        raise ValueError("a group needs at least 2 responses to the same prompt: sample K ≥ 2, "
+                         f"not {tuple(rewards.shape)}")
+    if not rewards.is_floating_point():
+        rewards = rewards.to(torch.get_default_dtype())
+    if not torch.isfinite(rewards).all():
+        raise ValueError("rewards must be finite: replace NaN and infinity (by 0, say) before grouping")
+    group_size = rewards.shape[-1]
+    advantages = rewards - rewards.mean(-1, keepdim=True)
+    if std_normalize:
+        advantages = advantages / (rewards.std(-1, correction=0, keepdim=True) + eps)
+    if leave_one_out:
+        advantages = advantages * (group_size / (group_size - 1))
+    # In float32 the mean of seven times 0.1 is not 0.1, and a tiny std blows that error up: so ask the rewards.
+    flat = rewards.amax(-1, keepdim=True) == rewards.amin(-1, keepdim=True)
+    return torch.where(flat, torch.zeros_like(advantages), advantages)
+
+
+def aggregate(per_token, mask, *, mode, constant=None):
+    """Reduce per-token losses to one number, with the denominator named.
+
+    per_token: (..., B, T) float; mask: the same shape, True (or 1) on response tokens. Returns (...).
+    mode:  "token-mean"           sum over all tokens / number of tokens              (DAPO; the paper's code)
+           "seq-mean-token-mean"  mean over responses of the mean over their tokens   (GRPO as published)
+           "seq-mean-token-sum"   mean over responses of the sum over their tokens    (the policy gradient itself)
+           "constant"             seq-mean-token-sum / constant, a fixed token budget (Dr. GRPO)
+    Masked tokens are left out before any arithmetic, so NaN or infinity there is harmless. A response without any token
+    counts in no denominator, and no token at all gives 0. ValueError: unequal shapes, a mask that is not 0/1, an
+    unknown mode, a constant that is missing, not positive or not wanted.
+    """
+    if mode not in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant"):
+        raise ValueError(f"mode must be token-mean, seq-mean-token-mean, seq-mean-token-sum or constant, not {mode!r}")
+    if (mode == "constant") != (constant is not None) or (constant is not None and not constant > 0):
+        raise ValueError("mode 'constant' needs a constant > 0 and the other modes take none; "
+                         f"got {mode!r}, {constant!r}")
+    if per_token.shape != mask.shape or per_token.dim() < 2:
+        raise ValueError("per_token and mask must have one shape (..., B, T), "
+                         f"not {tuple(per_token.shape)} and {tuple(mask.shape)}")
+    if mask.dtype != torch.bool:
+        if not ((mask == 0) | (mask == 1)).all():
+            raise ValueError("mask must hold 0 and 1 only; was another tensor passed in its place?")
+        mask = mask.bool()
+    kept = torch.where(mask, per_token, torch.zeros_like(per_token))  # where, not times: NaN · 0 is NaN
+    lengths = mask.sum(-1)
+    if mode == "token-mean":
+        return kept.sum((-2, -1)) / lengths.sum(-1).clamp(min=1)
+    per_response = kept.sum(-1)
+    if mode == "seq-mean-token-mean":
+        per_response = per_response / lengths.clamp(min=1)
+    elif mode == "constant":
+        per_response = per_response / constant
+    return per_response.sum(-1) / (lengths > 0).sum(-1).clamp(min=1)
+
+
+# %% Which responses form a group, and the estimator averaged over every group
 
 
 def clip_mask(ratio, advantages, *, clip, eps_low=0.2, eps_high=0.2, outer_low=0.6, outer_high=2.0):
@@ -143,3 +209,116 @@ def rollout_version(step, *, sync_interval, sync_offset):
 def staleness(step, *, sync_interval, sync_offset):
     """s(n) = (n−1) − v(n): how many updates the policy of training step n (1-based) is ahead of its data's sampler."""
     return step - 1 - rollout_version(step, sync_interval=sync_interval, sync_offset=sync_offset)
+
+
+# %% A stale world small enough to be exact
+
+PROMPTS, VOCABULARY, LENGTH, GROUP_SIZE = 4, 4, 3, 8  # 4³ = 64 responses to each prompt, all of them enumerated
+
+
+def response_cells():
+    """Where the tokens of every response stand in a flat table of (prefix, next token): (64, 3) integers.
+
+    A table has one row of VOCABULARY entries per prefix, 1 + 4 + 16 = 21: the empty one, then by length, in
+    lexicographic order within a length. Responses are in lexicographic order too.
+    """
+    responses = torch.arange(VOCABULARY**LENGTH)
+    cells, row = [], 0
+    for position in range(LENGTH):
+        prefix_and_token = responses // VOCABULARY ** (LENGTH - 1 - position)  # the first position + 1 tokens, base 4
+        cells.append(row * VOCABULARY + prefix_and_token)
+        row += VOCABULARY**position
+    return torch.stack(cells, -1)
+
+
+def response_logprobs(token_logprobs):
+    """log π(y) of every response: (..., 21, 4) log-probabilities of the next token → (..., 64)."""
+    total, row = token_logprobs.new_zeros(*token_logprobs.shape[:-2], 1), 0
+    for position in range(LENGTH):
+        prefixes = VOCABULARY**position
+        total = (total.unsqueeze(-1) + token_logprobs[..., row : row + prefixes, :]).flatten(-2)
+        row += prefixes
+    return total
+
+
+def random_worlds(seeds, *, generator):
+    """One task and one initial policy per seed: logits (seeds, PROMPTS, 21, 4) ~ N(0, 1), rewards (seeds, PROMPTS, 64).
+
+    A quarter of the responses to each prompt is right (reward 1), chosen at random, so what is right for one prompt is
+    as a rule wrong for another.
+    """
+    rows = (VOCABULARY**LENGTH - 1) // (VOCABULARY - 1)
+    logits = torch.randn(seeds, PROMPTS, rows, VOCABULARY, dtype=torch.float64, generator=generator)
+    order = torch.rand(seeds, PROMPTS, VOCABULARY**LENGTH, dtype=torch.float64, generator=generator).argsort(-1)
+    return logits, (order < VOCABULARY**LENGTH // 4).double()
+
+
+def update_weights(loss, logprobs, old_logprobs, advantages):
+    """The weight that a loss puts on ∇log π_θ of each token: −N·∂L/∂log π_θ, (..., K, T), N the number of tokens.
+
+    logprobs, old_logprobs (..., K, T); advantages (..., K). Taken from the loss itself by autograd, so that what is
+    trained on, plotted and counted cannot differ.
+    """
+    logprobs = logprobs.detach().requires_grad_()
+    mask = torch.ones_like(logprobs, dtype=torch.bool)
+    (gradient,) = torch.autograd.grad(loss(logprobs, old_logprobs, advantages, mask), logprobs)
+    return -gradient * logprobs.numel()
+
+
+def train_stale(methods, logits, rewards, *, sync_interval, sync_offset, steps, step_size, sharing, generator):
+    """Train every method on data of the staleness that (sync_interval, sync_offset) prescribes; see rollout_version.
+
+    methods   name → (advantages, loss): rewards (..., K) → (..., K), and a loss with the signature of rec_loss
+    logits    (seeds, prompts, 21, 4) and rewards (seeds, prompts, 64), from random_worlds
+    sharing   s in [0, 1]. An update g of one prompt's logits moves that prompt by step_size·g and every other one by
+              step_size·s·g: gradient ascent on logits_x = √(1−s)·own_x + √s·shared. s = 0: each prompt has a table
+              of its own. s = 1: one table for all. A network lies between.
+    Methods and seeds are dimensions of one tensor. All methods use the same random numbers, so that they see the same
+    responses for as long as their samplers agree, and their differences are paired.
+
+    Returns curves, each (methods, seeds, steps), exact (by enumeration) unless said otherwise:
+      value    J = E r of the policy BEFORE each step and after the last one, (methods, seeds, steps + 1)
+      kl       KL(π_θ ‖ π_b), mean over prompts, π_b the sampler of this step's batch
+      ess      effective sample size as a share: 1 / Σ_y π_θ(y)²/π_b(y), mean over prompts
+      clipped  share of the sampled tokens that have an advantage but no weight
+    """
+    cells = response_cells()
+    names, seeds, prompts = list(methods), *logits.shape[:2]
+    logits = logits.expand(len(names), *logits.shape)
+    buffer, next_batch = deque(), 1
+    curves = {key: [] for key in ("value", "kl", "ess", "clipped")}
+    for step in range(1, steps + 2):
+        token_logprobs = torch.log_softmax(logits, -1)
+        logprobs = response_logprobs(token_logprobs)
+        probs, flat = logprobs.exp(), token_logprobs.flatten(-2)
+        curves["value"].append((probs * rewards).sum(-1).mean(-1))
+        if step > steps:
+            return {key: torch.stack(curve, -1) for key, curve in curves.items()}
+
+        # The sampler fills the buffer, first in, first out, with every batch that this version of the policy is to give.
+        cumulative = None
+        while next_batch <= steps and rollout_version(
+                next_batch, sync_interval=sync_interval, sync_offset=sync_offset) == step - 1:
+            if cumulative is None:
+                cumulative = probs.cumsum(-1)
+                cumulative[..., -1] = 1.0
+            uniform = torch.rand(seeds, prompts, GROUP_SIZE, dtype=torch.float64, generator=generator)
+            uniform = uniform.expand(len(names), -1, -1, -1).contiguous()
+            buffer.append((torch.searchsorted(cumulative, uniform, right=True), flat, logprobs))
+            next_batch += 1
+
+        responses, old_flat, behaviour_logprobs = buffer.popleft()  # (methods, seeds, prompts, K)
+        sampled = cells[responses].flatten(-2)  # (…, K·T) cells
+        here, old = (table.gather(-1, sampled).unflatten(-1, (GROUP_SIZE, LENGTH)) for table in (flat, old_flat))
+        sampled_rewards = rewards.expand(len(names), -1, -1, -1).gather(-1, responses)
+        advantages = torch.stack([methods[name][0](r) for name, r in zip(names, sampled_rewards)])
+        weights = torch.stack([update_weights(methods[name][1], here[i], old[i], advantages[i])
+                               for i, name in enumerate(names)])
+        curves["kl"].append((probs * (logprobs - behaviour_logprobs)).sum(-1).mean(-1))
+        curves["ess"].append((-(2 * logprobs - behaviour_logprobs).logsumexp(-1)).exp().mean(-1))
+        curves["clipped"].append(((weights == 0) & (advantages != 0).unsqueeze(-1)).double().mean((-1, -2, -3)))
+
+        # Σ weight·∇log π: the weight on the sampled token's logit, minus the row's total weight spread as π.
+        push = torch.zeros_like(flat).scatter_add_(-1, sampled, weights.flatten(-2)).view_as(logits) / GROUP_SIZE
+        gradient = push - push.sum(-1, keepdim=True) * token_logprobs.exp()
+        logits = logits + step_size * ((1 - sharing) * gradient + sharing * gradient.sum(2, keepdim=True))
