@@ -265,60 +265,76 @@ def update_weights(loss, logprobs, old_logprobs, advantages):
     return -gradient * logprobs.numel()
 
 
+def sample_responses(logprobs, *, generator):
+    """K responses for each prompt: (methods, seeds, prompts, 64) → numbers (methods, seeds, prompts, K).
+
+    By inverting the cumulative distribution. All methods get the same uniform numbers, so that they see the same
+    responses for as long as their samplers agree, and differences between methods are paired.
+    """
+    methods, seeds, prompts, _ = logprobs.shape
+    cumulative = logprobs.exp().cumsum(-1)
+    cumulative[..., -1] = 1.0  # against rounding
+    uniform = torch.rand(seeds, prompts, GROUP_SIZE, dtype=torch.float64, generator=generator)
+    return torch.searchsorted(cumulative, uniform.expand(methods, -1, -1, -1).contiguous(), right=True)
+
+
+def logit_gradient(weights, cells, token_logprobs):
+    """(1/K) Σ_i Σ_t w_it·∇log π_θ(y_i^t | prefix) with respect to the logits, as one closed form.
+
+    The score of a token is (one-hot − π) on the row of its prefix, so each row gets the weights on its tokens minus
+    π times their sum. weights, cells (..., K, T); token_logprobs (..., 21, 4). Returns (..., 21, 4).
+    """
+    group_size = weights.shape[-2]
+    pushes = torch.zeros_like(token_logprobs.flatten(-2)).scatter_add_(-1, cells.flatten(-2), weights.flatten(-2))
+    pushes = pushes.view_as(token_logprobs) / group_size
+    return pushes - pushes.sum(-1, keepdim=True) * token_logprobs.exp()
+
+
 def train_stale(methods, logits, rewards, *, sync_interval, sync_offset, steps, step_size, sharing, generator):
     """Train every method on data of the staleness that (sync_interval, sync_offset) prescribes; see rollout_version.
 
     methods   name → (advantages, loss): rewards (..., K) → (..., K), and a loss with the signature of rec_loss
     logits    (seeds, prompts, 21, 4) and rewards (seeds, prompts, 64), from random_worlds
-    sharing   s in [0, 1]. An update g of one prompt's logits moves that prompt by step_size·g and every other one by
-              step_size·s·g: gradient ascent on logits_x = √(1−s)·own_x + √s·shared. s = 0: each prompt has a table
-              of its own. s = 1: one table for all. A network lies between.
-    Methods and seeds are dimensions of one tensor. All methods use the same random numbers, so that they see the same
-    responses for as long as their samplers agree, and their differences are paired.
+    sharing   s in [0, 1]. A gradient g for one prompt moves its own logits by step_size·g and those of every other
+              prompt by step_size·s·g. That is gradient ascent on logits_x = √(1−s)·own_x + √s·shared: s = 0 is a table
+              for each prompt, s = 1 one table for all. A network stands between: its prompts share weights.
+    Methods and seeds are dimensions of one tensor.
 
-    Returns curves, each (methods, seeds, steps), exact (by enumeration) unless said otherwise:
-      value    J = E r of the policy BEFORE each step and after the last one, (methods, seeds, steps + 1)
-      kl       KL(π_θ ‖ π_b), mean over prompts, π_b the sampler of this step's batch
+    Returns curves, each (methods, seeds, steps), exact sums over all responses unless said otherwise:
+      value    J = E r of the policy before each step and after the last one, (methods, seeds, steps + 1)
+      kl       KL(π_θ ‖ π_b), mean over prompts; π_b sampled this step's batch
       ess      effective sample size as a share: 1 / Σ_y π_θ(y)²/π_b(y), mean over prompts
-      clipped  share of the sampled tokens that have an advantage but no weight
+      clipped  share of the SAMPLED tokens that have an advantage but no weight
     """
     cells = response_cells()
-    names, seeds, prompts = list(methods), *logits.shape[:2]
-    logits = logits.expand(len(names), *logits.shape)
+    logits = logits.expand(len(methods), *logits.shape)
+    all_rewards = rewards.expand(len(methods), *rewards.shape)
     buffer, next_batch = deque(), 1
     curves = {key: [] for key in ("value", "kl", "ess", "clipped")}
     for step in range(1, steps + 2):
         token_logprobs = torch.log_softmax(logits, -1)
         logprobs = response_logprobs(token_logprobs)
-        probs, flat = logprobs.exp(), token_logprobs.flatten(-2)
-        curves["value"].append((probs * rewards).sum(-1).mean(-1))
+        curves["value"].append((logprobs.exp() * rewards).sum(-1).mean(-1))
         if step > steps:
             return {key: torch.stack(curve, -1) for key, curve in curves.items()}
 
-        # The sampler fills the buffer, first in, first out, with every batch that this version of the policy is to give.
-        cumulative = None
-        while next_batch <= steps and rollout_version(
-                next_batch, sync_interval=sync_interval, sync_offset=sync_offset) == step - 1:
-            if cumulative is None:
-                cumulative = probs.cumsum(-1)
-                cumulative[..., -1] = 1.0
-            uniform = torch.rand(seeds, prompts, GROUP_SIZE, dtype=torch.float64, generator=generator)
-            uniform = uniform.expand(len(names), -1, -1, -1).contiguous()
-            buffer.append((torch.searchsorted(cumulative, uniform, right=True), flat, logprobs))
+        # Into the buffer, first in, first out, goes every batch that this version of the policy is to sample.
+        while next_batch <= steps and step - 1 == rollout_version(
+                next_batch, sync_interval=sync_interval, sync_offset=sync_offset):
+            buffer.append((sample_responses(logprobs, generator=generator), token_logprobs, logprobs))
             next_batch += 1
+        responses, old_token_logprobs, behaviour_logprobs = buffer.popleft()
 
-        responses, old_flat, behaviour_logprobs = buffer.popleft()  # (methods, seeds, prompts, K)
-        sampled = cells[responses].flatten(-2)  # (…, K·T) cells
-        here, old = (table.gather(-1, sampled).unflatten(-1, (GROUP_SIZE, LENGTH)) for table in (flat, old_flat))
-        sampled_rewards = rewards.expand(len(names), -1, -1, -1).gather(-1, responses)
-        advantages = torch.stack([methods[name][0](r) for name, r in zip(names, sampled_rewards)])
-        weights = torch.stack([update_weights(methods[name][1], here[i], old[i], advantages[i])
-                               for i, name in enumerate(names)])
-        curves["kl"].append((probs * (logprobs - behaviour_logprobs)).sum(-1).mean(-1))
+        sampled = cells[responses]  # (methods, seeds, prompts, K, T)
+        here, old = (table.flatten(-2).gather(-1, sampled.flatten(-2)).view(sampled.shape)
+                     for table in (token_logprobs, old_token_logprobs))
+        sampled_rewards = all_rewards.gather(-1, responses)
+        advantages = torch.stack([shape(r) for (shape, _), r in zip(methods.values(), sampled_rewards)])
+        weights = torch.stack([update_weights(loss, *tensors) for (_, loss), *tensors
+                               in zip(methods.values(), here, old, advantages)])
+        curves["kl"].append((logprobs.exp() * (logprobs - behaviour_logprobs)).sum(-1).mean(-1))
         curves["ess"].append((-(2 * logprobs - behaviour_logprobs).logsumexp(-1)).exp().mean(-1))
         curves["clipped"].append(((weights == 0) & (advantages != 0).unsqueeze(-1)).double().mean((-1, -2, -3)))
 
-        # Σ weight·∇log π: the weight on the sampled token's logit, minus the row's total weight spread as π.
-        push = torch.zeros_like(flat).scatter_add_(-1, sampled, weights.flatten(-2)).view_as(logits) / GROUP_SIZE
-        gradient = push - push.sum(-1, keepdim=True) * token_logprobs.exp()
+        gradient = logit_gradient(weights, sampled, token_logprobs)
         logits = logits + step_size * ((1 - sharing) * gradient + sharing * gradient.sum(2, keepdim=True))
