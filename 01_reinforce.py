@@ -11,7 +11,7 @@ policy, π_b the behaviour policy that produced the data, s = ∇ log π the sco
   (1.3)  E_b[(r − b) s] = ∇ E_b[(r − b) log π] ≠ ∇J          off-policy: another objective, and b now changes it
   (1.4)  E_b[ρ r s] = ∇J;   E_b[ρ²] = (Σ_a π(a)²/π_b(a))^T   for T independent tokens
   (1.5)  E_b[r Σ_t ρ_t s_t] = ∇ E_b[r Σ_t ρ_t] ≠ ∇J          token-level ratios: tame variance, biased again
-  (1.6)  −mean(ρ A) = 0 while its gradient is −mean(A s)     at ρ = 1: the value of the loss says nothing
+  (1.6)  −mean(ρ A) = 0 while its gradient is −mean(A s)     at ρ = 1 and ΣA = 0: the value of the loss says nothing
 
 How to run:  python 01_reinforce.py       (--quick: fewer seeds; --exercise N: check your own answer)
 What you see: a table of claims after about 5 seconds, and in figures/ the pictures 01_baseline, 01_importance, 01_loss.
@@ -130,8 +130,13 @@ def ratio_second_moment(probs, behaviour_probs, length):
 def ppo_clip_loss(logprobs, old_logprobs, advantages, *, eps):
     """PPO's loss −mean over the last dimension of min(ρA, clip(ρ, 1−eps, 1+eps)·A), ρ = exp(logprobs − old_logprobs).
 
-    All inputs have one shape (..., B). eps = inf turns clipping off.
+    All inputs have one shape (..., B). eps = inf turns clipping off. ValueError: unequal shapes, eps < 0.
     """
+    if not logprobs.shape == old_logprobs.shape == advantages.shape:
+        raise ValueError("logprobs, old_logprobs and advantages must have one shape, not "
+                         f"{tuple(logprobs.shape)}, {tuple(old_logprobs.shape)}, {tuple(advantages.shape)}")
+    if not eps >= 0:
+        raise ValueError(f"eps must be ≥ 0 (inf turns clipping off), got {eps}")
     ratio = (logprobs - old_logprobs).exp()
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - eps, 1 + eps) * advantages).mean(-1)
 
@@ -407,7 +412,7 @@ def figure_baseline(directory):
     utils.save_figure(fig, directory, "01_baseline")
 
 
-def figure_importance(directory, bias, error):
+def figure_importance(bias, error, directory):
     """Left: E[ρ²] against length for three distances, formula and enumeration. Right: error of the three estimators."""
     fig, (left, right) = utils.figure(2)
     lengths = torch.arange(1, 101)
@@ -431,7 +436,7 @@ def figure_importance(directory, bias, error):
     utils.save_figure(fig, directory, "01_importance")
 
 
-def figure_loss(directory, once, often, generator):
+def figure_loss(once, often, directory, *, generator):
     """Left: J and the two forms of the loss in one training run. Right: clipping against the step within the batch."""
     fig, (left, right) = utils.figure(2)
     batches = torch.arange(len(once["J"]))
@@ -490,8 +495,8 @@ def main(argv=None):
             for steps, eps in [(1, 0.2), (1, float("inf")), (4, 0.2), (4, float("inf"))]]
     claims_loss(claims, *runs)
     figure_baseline(args.out)
-    figure_importance(args.out, bias, error)
-    figure_loss(args.out, runs[0], runs[2], generator)
+    figure_importance(bias, error, args.out)
+    figure_loss(runs[0], runs[2], args.out, generator=generator)
     utils.finish(claims, args)
 
 

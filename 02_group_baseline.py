@@ -526,7 +526,7 @@ def claims_friends(claims):
 # %% Figures
 
 
-def figure_group_mean(directory, group_sizes, variance):
+def figure_group_mean(group_sizes, variance, directory):
     """Left: what the group's size buys. Right: the weight that std normalisation gives to a prompt."""
     fig, (left, right) = utils.figure(2)
     names = ["no baseline", "leave-one-out mean of the group", "b = J (not known)", "b = b* (not known)"]
@@ -545,7 +545,7 @@ def figure_group_mean(directory, group_sizes, variance):
     utils.save_figure(fig, directory, "02_group_mean")
 
 
-def figure_length_bias(directory, lengths, weights, drifts):
+def figure_length_bias(lengths, weights, drifts, directory):
     """Left: the weight of one token against the length of its response. Right: what that does to the lengths."""
     fig, (left, right) = utils.figure(2)
     for column, (mode, marker) in enumerate(zip(MODES, "os^D")):
@@ -634,8 +634,8 @@ def main(argv=None):
     claims_amplification(claims)
     claims_friends(claims)
     drifts = {mode: length_drift(mode, constant, updates=10 if args.quick else 60) for mode, constant in MODES.items()}
-    figure_group_mean(args.out, group_sizes, variance)
-    figure_length_bias(args.out, lengths, token_weight_against_length(lengths), drifts)
+    figure_group_mean(group_sizes, variance, args.out)
+    figure_length_bias(lengths, token_weight_against_length(lengths), drifts, args.out)
     figure_success_amplification(args.out)
     utils.finish(claims, args)
 

@@ -405,6 +405,12 @@ def test_other_bad_input_is_refused():
         lesson.ratio_second_moment(THIRDS, torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64), 2)
     with pytest.raises(ValueError, match="one entry per token"):
         lesson.estimator_moments(THIRDS, lesson.ARMS, lesson.bandit_scores(THIRDS))
+    for shapes in [(3, 3, 1), (3, 1, 3), (1, 3, 3)]:  # broadcasting would hide each of them
+        with pytest.raises(ValueError, match="one shape"):
+            lesson.ppo_clip_loss(*map(torch.zeros, shapes), eps=0.2)
+    for eps in (-0.1, math.nan):
+        with pytest.raises(ValueError, match="eps"):
+            lesson.ppo_clip_loss(*map(torch.zeros, (3, 3, 3)), eps=eps)
 
 
 def test_quick_run_holds_every_claim_and_writes_its_files(tmp_path, capsys):

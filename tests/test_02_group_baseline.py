@@ -162,6 +162,8 @@ def test_aggregate_worked_numbers(mode, spec, uneven):
     assert lesson.aggregate(-advantages * logprobs, mask, mode=mode, constant=constant).item() == pytest.approx(spec)
     per_token, mask = double([[1.0, 0, 0, 0], [0.5] * 4]), torch.tensor([[1, 0, 0, 0], [1, 1, 1, 1]])
     assert lesson.aggregate(per_token, mask, mode=mode, constant=constant).item() == pytest.approx(uneven)
+    lone_token = lesson.aggregate(per_token[:1], mask[:1], mode=mode, constant=constant)
+    assert lone_token.item() == pytest.approx(0.125 if constant else 1.0)
 
 
 @pytest.mark.parametrize("mode", MODES)
