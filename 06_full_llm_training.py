@@ -60,7 +60,8 @@ def option(default, help: str):
 class ModelOptions:
     _argument_group_name = "model and data"
     model: str = option("tiny", "tiny (built in), a hub name, a directory, or a .gguf file")
-    task: str = option("addition", "addition, gsm8k (hub, or the folder in GSM8K_DIR), or a .jsonl file of {question, answer}")
+    task: str = option("addition", "addition, addition-1, addition-3 (digits), gsm8k (hub, or the folder in GSM8K_DIR), "
+                       "or a .jsonl file of {question, answer}")
     eval_questions: int = option(256, "held-out questions in an evaluation")
     max_prompt_tokens: int = option(512, "longest prompt in tokens; longer questions are left out")
 
@@ -169,8 +170,8 @@ class Task:
 
 def load_task(config: Config) -> Task:
     """The training and held-out examples of --task. Raises UserError on a missing or malformed source."""
-    if config.task == "addition":
-        train, held_out = addition_examples()
+    if config.task.startswith("addition"):
+        train, held_out = addition_examples(digits_of(config.task))
     elif config.task == "gsm8k":
         train, held_out = gsm8k_examples()
     elif config.task.endswith(".jsonl"):
@@ -180,17 +181,25 @@ def load_task(config: Config) -> Task:
         size = min(config.eval_questions, max(1, len(examples) // 10))
         held_out, train = [examples[i] for i in order[:size]], [examples[i] for i in order[size:]]
     else:
-        raise UserError(f"unknown task {config.task!r}; choose addition, gsm8k or a .jsonl file")
+        raise UserError(f"unknown task {config.task!r}; choose addition, addition-1, addition-3, gsm8k or a .jsonl file")
     return Task(config.task, train, held_out[: config.eval_questions])
 
 
+def digits_of(task: str) -> int:
+    """Digits of each summand: addition is addition-2."""
+    digits = {"addition": 2, "addition-1": 1, "addition-2": 2, "addition-3": 3}.get(task)
+    require(digits is not None, f"unknown task {task!r}; choose addition, addition-1 or addition-3")
+    return digits
+
+
 @functools.cache
-def addition_examples(held_out: int = 1000) -> tuple[list, list]:
-    """All sums of two numbers below 100 in a fixed shuffled order; the first `held_out` are never trained on."""
-    order = torch.randperm(10_000, generator=torch.Generator().manual_seed(2509)).tolist()
-    examples = [Example(f"What is {i // 100} + {i % 100}? Reply with the number only.", str(i // 100 + i % 100),
-                        f"{i // 100}+{i % 100}=") for i in order]
-    return examples[held_out:], examples[:held_out]
+def addition_examples(digits: int) -> tuple[list, list]:
+    """Sums of two numbers below 10^digits in a fixed shuffled order: at most 20,000, of which a tenth is never trained on."""
+    below = 10**digits
+    order = torch.randperm(below**2, generator=torch.Generator().manual_seed(2509))[:20_000].tolist()
+    examples = [Example(f"What is {i // below} + {i % below}? Reply with the number only.", str(i // below + i % below),
+                        f"{i // below}+{i % below}=") for i in order]
+    return examples[len(examples) // 10:], examples[: len(examples) // 10]
 
 
 def gsm8k_examples() -> tuple[list, list]:
@@ -246,14 +255,15 @@ def is_correct(text, gold):
 # %% ---------------------------------------------------------------------------------------------------------- model
 
 
-def load_model(name: str, *, device, cache_dir=None):
+def load_model(name: str, *, device, cache_dir=None, task: str = "addition"):
     """(model, tokenizer) in float32, dropout off, with a pad token. `name`: tiny, hub name, directory or .gguf file."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # one bar is enough, and it is ours
     if name == "tiny":
-        return load_model(str(built_in_model(name, cache_dir)), device=device)
+        digits = digits_of(task) if task.startswith("addition") else 2
+        return load_model(str(built_in_model(digits, cache_dir)), device=device)
     path, options = pathlib.Path(name), {}
     if name.endswith(".gguf"):
         require(path.is_file(), f"--model {name}: no such file")
@@ -306,24 +316,20 @@ def encode_prompts(tokenizer, examples, *, device):
     return tokens, torch.arange(width, device=device) >= width - lengths[:, None]
 
 
-TINY = {"architecture": "qwen2", "hidden_size": 96, "intermediate_size": 320, "num_hidden_layers": 3, "num_attention_heads": 4,
-        "num_key_value_heads": 4, "max_position_embeddings": 64, "wrong_share": 0.6, "steps": 700, "batch": 256,
-        "learning_rate": 2e-3, "version": 1}
+TINY = {"hidden_size": 96, "intermediate_size": 320, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "max_position_embeddings": 64, "wrong_share": 0.6, "steps": {1: 200, 2: 700, 3: 1500},
+        "batch": 256, "learning_rate": 2e-3}
 
 
-def built_in_model(name: str, cache_dir) -> pathlib.Path:
+def built_in_model(digits: int, cache_dir) -> pathlib.Path:
     """The folder of the built-in base model; made by supervised training on first use, then kept in `cache_dir`."""
     key = hashlib.sha256(json.dumps(TINY, sort_keys=True).encode()).hexdigest()[:10]
-    folder = pathlib.Path(cache_dir) / f"{name}-{key}"
+    folder = pathlib.Path(cache_dir) / f"tiny-{digits}-digits-{key}"
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-            model, tokenizer = make_tiny_model()
-            model.save_pretrained(scratch)
-            tokenizer.save_pretrained(scratch)
-            with contextlib.suppress(OSError):  # another process was quicker; its model is the same
-                os.rename(scratch, folder)
-                os.mkdir(scratch)  # for the context manager to remove
+        model, tokenizer = make_tiny_model(digits)
+        if not folder.exists():  # another process may have been quicker, with the same model
+            replace_folder(folder, lambda scratch: (model.save_pretrained(scratch), tokenizer.save_pretrained(scratch)))
     return folder
 
 
@@ -345,7 +351,7 @@ def character_tokenizer():
                                    clean_up_tokenization_spaces=False, padding_side="left")
 
 
-def make_tiny_model():
+def make_tiny_model(digits: int):
     """Train the built-in model on additions of which 60 % carry one wrong digit, so that it knows the task but errs.
 
     Reinforcement learning needs a base that is sometimes right. Noise in the demonstrations sets how often: sampled accuracy
@@ -361,7 +367,7 @@ def make_tiny_model():
         model = Qwen2ForCausalLM(Qwen2Config(vocab_size=len(tokenizer), tie_word_embeddings=True, bos_token_id=None,
                                              eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, **shape))
     generator = torch.Generator().manual_seed(0)
-    examples, _ = addition_examples()
+    examples, _ = addition_examples(digits)
     prompts = [tokenizer(e.terse)["input_ids"] for e in examples]
     answers = [tokenizer(e.answer)["input_ids"] for e in examples]
     first_digit, width = tokenizer.convert_tokens_to_ids("0"), max(map(len, prompts)) + max(map(len, answers)) + 1
@@ -370,8 +376,9 @@ def make_tiny_model():
         row[: len(prompt) + len(answer) + 1] = torch.tensor(prompt + answer + [tokenizer.eos_token_id])
     starts, lengths = torch.tensor([len(p) for p in prompts]), torch.tensor([len(a) for a in answers])
     optimizer = torch.optim.AdamW(model.parameters(), lr=TINY["learning_rate"], weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, TINY["learning_rate"], total_steps=TINY["steps"])
-    progress = tqdm(range(TINY["steps"]), desc="making the built-in model (once)", mininterval=redraw_seconds())
+    steps = TINY["steps"][digits]
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, TINY["learning_rate"], total_steps=steps)
+    progress = tqdm(range(steps), desc="making the built-in model (once)", mininterval=redraw_seconds())
     for _ in progress:
         pick = torch.randint(len(rows), (TINY["batch"],), generator=generator)
         tokens, start, length = rows[pick].clone(), starts[pick], lengths[pick]
@@ -596,6 +603,7 @@ ALGORITHMS = {
     "rep-asymre": Algorithm(beta=0.1, source="arXiv 2506.20520"),
     "red-drop": Algorithm(shaping="drop", source=PAPER),
     "red-weight": Algorithm(shaping="weight", source=PAPER),
+    "red-weight-oneside": Algorithm(shaping="weight", clip="one_side", source=PAPER),
     "red-weight-adaptive": Algorithm(shaping="adaptive-weight", source="arXiv 2606.20002"),
 }
 
@@ -896,7 +904,8 @@ def train(config: Config) -> dict:
     overrides = {f.name: getattr(config, f.name) for f in dataclasses.fields(AlgorithmOptions) if f.name != "algorithm"}
     row = find_algorithm(config.algorithm, **overrides)
     state = load_checkpoint(out) if config.resume else None
-    model, tokenizer = load_model(state["folder"] if state else config.model, device=device, cache_dir=config.cache_dir)
+    model, tokenizer = load_model(state["folder"] if state else config.model, device=device, cache_dir=config.cache_dir,
+                                  task=config.task)
     task = drop_long_prompts(task, tokenizer, config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=0.0)
     # While the two are refreshed together the sampler is the policy itself; it is a second copy of the weights only when stale.
@@ -961,7 +970,7 @@ def train(config: Config) -> dict:
 def drop_long_prompts(task: Task, tokenizer, config: Config) -> Task:
     """The task without the questions that exceed --max-prompt-tokens; says how many were left out."""
     def short(examples):
-        if config.task == "addition":  # all alike, and many: encoding them would cost more than it could find
+        if config.task.startswith("addition"):  # all alike, and many: encoding them would cost more than it could find
             return examples
         return [e for e in examples if encode_prompts(tokenizer, [e], device="cpu")[0].shape[1] <= config.max_prompt_tokens]
 
