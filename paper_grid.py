@@ -1,0 +1,392 @@
+#!/usr/bin/env python3
+"""The paper's experiments on the built-in model: train a grid of runs, keep it as one table, draw the figures, judge the claims.
+
+    python 06_full_llm_training.py --compare paper                  train what is missing, then draw and judge (also: make figures-paper)
+    python paper_grid.py --plot-only                                draw and judge again from figures/data/*.csv, no training
+    python paper_grid.py --grid staleness --seeds 3                 one of the grids: paper, staleness, family, hard, conditions
+
+A *cell* is one run of 06: a row of the family, a staleness setting, a seed. Cells run in as many processes as there are cores,
+one thread each. A finished cell is kept under runs/grid/ by the hash of its configuration, so a stopped grid goes on where it
+stopped. Nothing is tuned per row: every row has the learning rate, batch and steps of 06's defaults.
+
+The verdicts follow one rule, fixed before the runs (section `claims` below).
+"""
+
+import argparse
+import concurrent.futures
+import csv
+import hashlib
+import importlib
+import json
+import multiprocessing
+import os
+import pathlib
+import sys
+
+import numpy as np
+
+from utils import STYLES, figure, save_figure, write_text
+
+ROOT = pathlib.Path(__file__).resolve().parent
+DATA = ROOT / "figures" / "data"
+
+# %% ------------------------------------------------------------------------------------------------------- the grids
+
+# label → (algorithm of 06, what it overrides). "(.6,2)" is the paper's enlarged clipping range.
+ROWS = {
+    "reinforce": ("reinforce", {}),
+    "reinforce-is": ("reinforce-is", {}),
+    "grpo": ("grpo", {}),
+    "rec-oneside-is": ("rec-oneside-is", {}),
+    "rec-oneside-nois": ("rec-oneside-nois", {}),
+    "rec-oneside-is (.6,2)": ("rec-oneside-is", {"eps_low": 0.6, "eps_high": 2.0}),
+    "rec-oneside-nois (.6,2)": ("rec-oneside-nois", {"eps_low": 0.6, "eps_high": 2.0}),
+    "rec-oneside-nois 5×lr": ("rec-oneside-nois", {"learning_rate": 5e-4}),
+    "rec-twoside-is": ("rec-twoside-is", {}),
+    "rec-twoside-nois": ("rec-twoside-nois", {}),
+    "rec-ring-is": ("rec-ring-is", {}),
+    "rec-ring-nois": ("rec-ring-nois", {}),
+    "rep-opmd": ("rep-opmd", {}),
+    "rep-asymre": ("rep-asymre", {}),
+    "red-drop": ("red-drop", {}),
+    "red-weight": ("red-weight", {}),
+    "red-weight-adaptive": ("red-weight-adaptive", {}),
+    "red-weight-oneside": ("red-weight-oneside", {}),
+}
+SETTINGS = {
+    "(1,0)": {"sync_interval": 1, "sync_offset": 0},
+    "(20,0)": {"sync_interval": 20, "sync_offset": 0},
+    "(1,10)": {"sync_interval": 1, "sync_offset": 10},
+    "offline": {"offline": True},
+}
+INTERVALS = (1, 2, 5, 10, 20, 40, 80)
+SWEEP = ("reinforce", "reinforce-is", "grpo", "rec-oneside-nois", "rec-oneside-nois (.6,2)", "rep-opmd", "red-weight")
+
+
+def grid_cells(name: str, seeds: int) -> list:
+    """The cells of a grid as (label, setting, seed, options of 06), seed by seed, so that a stopped grid is still balanced."""
+    if name == "paper":
+        plan = [(label, setting, options) for setting, options in SETTINGS.items() for label in ROWS]
+    elif name == "staleness":
+        plan = [(label, f"({i},0)", {"sync_interval": i}) for i in INTERVALS for label in SWEEP]
+    elif name == "hard":
+        plan = [(label, setting, {**options, "task": "addition-3"}) for setting, options in SETTINGS.items() for label in ROWS]
+    elif name == "family":
+        plan = [(label, "(20,0)", SETTINGS["(20,0)"]) for label in importlib.import_module("06_full_llm_training").ALGORITHMS]
+    elif name == "conditions":  # where the enlarged range, and dropping alone, might show what the paper reports
+        plan = [(label, f"(20,0) lr {rate:g}", {**SETTINGS["(20,0)"], "learning_rate": rate}) for rate in (1e-5, 3e-5, 3e-4)
+                for label in ("reinforce", "reinforce-is", "rec-oneside-nois", "rec-oneside-nois (.6,2)", "red-drop")]
+    else:
+        raise ValueError(f"unknown grid {name!r}; choose paper, staleness, family, hard or conditions")
+    return [(label, setting, seed, dict(options)) for seed in range(seeds) for label, setting, options in plan]
+
+
+def cell_config(cell, *, steps: int, cache_dir: str):
+    """The cell as a Config of 06, in a run directory named by the hash of what determines the result."""
+    module = importlib.import_module("06_full_llm_training")
+    label, _, seed, options = cell
+    algorithm, overrides = ROWS.get(label, (label, {}))
+    settings = {"steps": steps, "eval_every": 10, "save_every": steps + 1, "seed": seed, "device": "cpu", **overrides, **options}
+    key = hashlib.sha256(json.dumps({"algorithm": algorithm, **settings}, sort_keys=True).encode()).hexdigest()[:12]
+    return module.Config(algorithm=algorithm, out=str(ROOT / "runs" / "grid" / key), overwrite=True, cache_dir=cache_dir, **settings)
+
+
+def run_cell(config) -> list:
+    """Train one cell, unless it is there already; returns its metrics."""
+    import torch
+
+    torch.set_num_threads(1)
+    module, out = importlib.import_module("06_full_llm_training"), pathlib.Path(config.out)
+    if not (out / "finished").exists():
+        sys.stdout = sys.stderr = open(os.devnull, "w")  # the grid's own progress bar is enough
+        try:
+            module.train(config)
+        finally:
+            sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+        for heavy in ("model", "checkpoint"):
+            module.shutil.rmtree(out / heavy, ignore_errors=True)
+        write_text(out / "finished", "")
+    return module.read_metrics(out)
+
+
+COLUMNS = ("eval_accuracy", "eval_greedy", "reward", "kl_old", "clip_fraction", "entropy", "grad_norm", "ess", "ratio_max", "staleness")
+
+
+def tidy(cell, history: list) -> list:
+    """One row per evaluation: its accuracy, and the means of the training metrics since the evaluation before."""
+    rows, since = [], []
+    for line in history:
+        since.append(line)
+        if "eval_accuracy" in line:
+            values = {c: [x[c] for x in since if c in x] for c in COLUMNS}
+            rows.append({"row": cell[0], "setting": cell[1], "seed": cell[2], "step": line["step"],
+                         **{c: round(float(np.mean(v)), 5) if v else "" for c, v in values.items()}})
+            since = []
+    return rows
+
+
+def train_grid(name: str, *, seeds: int, steps: int, jobs: int, cache_dir: str) -> None:
+    """Train the missing cells of the grid and write figures/data/<name>.csv."""
+    from tqdm import tqdm
+
+    cells = grid_cells(name, seeds)
+    configs = [cell_config(cell, steps=steps, cache_dir=cache_dir) for cell in cells]
+    module = importlib.import_module("06_full_llm_training")
+    for task in {config.task for config in configs}:  # once, before the processes would all make it
+        module.built_in_model(module.digits_of(task), cache_dir)
+    histories, context = [None] * len(cells), multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        running = {pool.submit(run_cell, config): i for i, config in enumerate(configs)}
+        for done in tqdm(concurrent.futures.as_completed(running), total=len(running), desc=f"runs of the {name} grid"):
+            histories[running[done]] = done.result()
+    rows = [row for cell, history in zip(cells, histories) for row in tidy(cell, history)]
+    DATA.mkdir(parents=True, exist_ok=True)
+    with open(DATA / f"{name}.csv", "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    print(f"{len(cells)} runs → {(DATA / f'{name}.csv').relative_to(ROOT)}")
+
+
+# %% -------------------------------------------------------------------------------------------------- reading a grid
+
+
+def load_grid(name: str) -> list:
+    """The rows of figures/data/<name>.csv, numbers as float, empty fields as NaN."""
+    with open(DATA / f"{name}.csv", newline="", encoding="utf-8") as file:
+        return [{k: v if k in ("row", "setting") else float(v or "nan") for k, v in line.items()} for line in csv.DictReader(file)]
+
+
+def curves(grid: list, row: str, setting: str, column: str = "eval_accuracy"):
+    """(steps, values) with values (seeds, steps), seeds in order."""
+    cells = {}
+    for line in grid:
+        if line["row"] == row and line["setting"] == setting:
+            cells.setdefault(line["seed"], []).append((line["step"], line[column]))
+    if not cells:
+        raise ValueError(f"the grid has no runs of {row!r} under {setting!r}")
+    series = [sorted(cells[seed]) for seed in sorted(cells)]
+    return np.array([step for step, _ in series[0]]), np.array([[value for _, value in run] for run in series])
+
+
+def final(grid: list, row: str, setting: str):
+    """Accuracy at the end of each run: the mean of its last four evaluations, (seeds,). One evaluation would be noisier."""
+    return curves(grid, row, setting)[1][:, -4:].mean(1)
+
+
+def mean_interval(values, *, resamples: int = 10_000) -> tuple:
+    """(mean, low, high): the mean over seeds and its 95 % bootstrap interval, with a fixed generator."""
+    values = np.asarray(values, dtype=float)
+    pick = np.random.default_rng(0).integers(len(values), size=(resamples, len(values)))
+    low, high = np.percentile(values[pick].mean(1), (2.5, 97.5))
+    return float(values.mean()), float(low), float(high)
+
+
+# %% ---------------------------------------------------------------------------------------------------------- claims
+
+# The rule. Two rows are compared by the paired difference over seeds (same seed: same base, data order and first batches) of the
+# final accuracy, with its 95 % bootstrap interval, against a margin of 3 percentage points:
+MARGIN = 0.03
+
+
+def verdict(kind: str, low: float, high: float, margin: float = MARGIN) -> str:
+    """`better`: the difference exceeds the margin; `no worse`: it exceeds −margin; `equal`: it lies within ±margin.
+
+    holds: the whole interval says so. does not hold: the whole interval says otherwise. Else: not resolved.
+    """
+    inside = {"better": (margin, np.inf), "no worse": (-margin, np.inf), "equal": (-margin, margin)}[kind]
+    if inside[0] < low and high < inside[1]:
+        return "holds"
+    return "does not hold" if high < inside[0] or low > inside[1] else "not resolved"
+
+
+def compare_rows(grid, first: str, second: str, setting: str, kind: str, value=final) -> dict:
+    mean, low, high = mean_interval(value(grid, first, setting) - value(grid, second, setting))
+    return {"setting": setting, "what": f"{first} − {second}", "mean": mean, "low": low, "high": high, "verdict": verdict(kind, low, high)}
+
+
+def speed(grid, row, setting):
+    """Mean accuracy over the whole run: the area under the learning curve."""
+    return curves(grid, row, setting)[1].mean(1)
+
+
+def drop_from_peak(grid, row, setting):
+    """Best evaluation so far minus the end: how much of what was learned is lost again."""
+    values = curves(grid, row, setting)[1]
+    return values.max(1) - values[:, -4:].mean(1)
+
+
+def gain(grid, row, setting, kind) -> dict:
+    """Final accuracy against the base model's own."""
+    values = curves(grid, row, setting)[1]
+    mean, low, high = mean_interval(values[:, -4:].mean(1) - values[:, 0])
+    return {"setting": setting, "what": f"{row}: end − start", "mean": mean, "low": low, "high": high, "verdict": verdict(kind, low, high)}
+
+
+def judge(grid: list) -> dict:
+    """P1 … P8 → {"claim", "rows": the comparisons, "verdict"}. A claim holds when all its comparisons do, and fails when one fails."""
+    stale = ("(20,0)", "(1,10)", "offline")
+    wide, narrow = "rec-oneside-nois (.6,2)", "rec-oneside-nois"
+    clip = [mean_interval(np.nanmean(curves(grid, wide, s, "clip_fraction")[1], axis=1)) for s in stale]
+    claims = {
+        "P1": ("importance sampling is not needed: one-side NoIS equals IS equals GRPO on stale data",
+               [compare_rows(grid, narrow, other, s, "equal") for s in stale for other in ("rec-oneside-is", "grpo")]),
+        "P2": ("clipping stabilises: it beats unclipped REINFORCE on stale data and does not fall below the base",
+               [compare_rows(grid, narrow, "reinforce", s, "better") for s in stale] + [gain(grid, narrow, s, "no worse") for s in stale]),
+        "P3": ("the enlarged range (.6,2) learns faster, and offline it loses more from its peak",
+               [compare_rows(grid, wide, narrow, s, "better", speed) for s in stale]
+               + [compare_rows(grid, wide, narrow, "offline", "better", drop_from_peak)]),
+        "P4": ("a 5× learning rate at (.2,.2) does worse than (.6,2)",
+               [compare_rows(grid, wide, "rec-oneside-nois 5×lr", s, "better") for s in stale]),
+        "P5": ("ring and two-side clipping do no worse than one-side",
+               [compare_rows(grid, f"rec-{shape}-nois", narrow, s, "no worse") for shape in ("ring", "twoside") for s in stale]),
+        "P6": ("RED-Drop and RED-Weight do no worse than GRPO, on-policy and at (20,0)",
+               [compare_rows(grid, row, "grpo", s, "no worse") for row in ("red-drop", "red-weight") for s in ("(1,0)", "(20,0)")]),
+        "P7": ("OPMD and AsymRE stabilise as well: they beat REINFORCE on stale data",
+               [compare_rows(grid, row, "reinforce", s, "better") for row in ("rep-opmd", "rep-asymre") for s in stale]),
+        "P8": ("with the enlarged range fewer than 5 % of the tokens are clipped",
+               [{"setting": s, "what": "clip fraction", "mean": m, "low": low, "high": high,
+                 "verdict": "holds" if high < 0.05 else "does not hold" if low > 0.05 else "not resolved"}
+                for s, (m, low, high) in zip(stale, clip)]),
+    }
+    results = {}
+    for name, (claim, rows) in claims.items():
+        verdicts = {row["verdict"] for row in rows}
+        overall = "does not hold" if "does not hold" in verdicts else "not resolved" if "not resolved" in verdicts else "holds"
+        results[name] = {"claim": claim, "rows": rows, "verdict": overall}
+    return results
+
+
+def verdict_table(results: dict) -> str:
+    """The claims as a markdown table."""
+    lines = ["| claim | what we see: difference in accuracy, 95 % interval over seeds | verdict |", "|---|---|---|"]
+    short = {"holds": "✓", "does not hold": "✗", "not resolved": "?"}
+    for name, result in results.items():
+        seen = "<br>".join(f"{short[r['verdict']]} {r['setting']} {r['what']}: {r['mean']:+.3f} [{r['low']:+.3f}, {r['high']:+.3f}]"
+                           for r in result["rows"])
+        lines.append(f"| **{name}** {result['claim']} | {seen} | **{result['verdict']}** |")
+    return "\n".join(lines) + "\n"
+
+
+# %% --------------------------------------------------------------------------------------------------------- figures
+
+
+def style(row: str) -> dict:
+    """The same colour and line for the same row in every figure here; rows share colours only where no figure shows both."""
+    order = ["reinforce", "rec-oneside-nois", "rec-oneside-is", "grpo", "rec-oneside-nois (.6,2)", "reinforce-is", "rec-oneside-is (.6,2)",
+             "rec-oneside-nois 5×lr", "rep-opmd", "rep-asymre", "red-drop", "red-weight", "red-weight-adaptive", "red-weight-oneside",
+             "rec-ring-nois", "rec-ring-is", "rec-twoside-nois", "rec-twoside-is"]
+    index = order.index(row) if row in order else len(order)
+    colour, line = STYLES[index % len(STYLES)]
+    return {"color": colour, "linestyle": line, "marker": "" if index < len(STYLES) else "o.^sv"[index // len(STYLES)], "markersize": 3}
+
+
+def draw_curves(grid, rows, settings, *, title, directory, name, column="eval_accuracy", label="held-out accuracy"):
+    """One panel per setting, one curve per row: mean over seeds with its 95 % bootstrap band."""
+    fig, axes = figure(len(settings), width=3.9, height=3.3, sharey=True, squeeze=False)
+    for axis, setting in zip(axes[0], settings):
+        for row in rows:
+            steps, values = curves(grid, row, setting, column)
+            band = np.array([mean_interval(values[:, i], resamples=1000) for i in range(len(steps))])
+            axis.plot(steps, band[:, 0], label=row, **style(row))
+            axis.fill_between(steps, band[:, 1], band[:, 2], color=style(row)["color"], alpha=0.15, linewidth=0)
+        axis.set_title({"(1,0)": "on-policy (1,0)", "(20,0)": "synced every 20 steps (20,0)", "(1,10)": "10 batches late (1,10)"}.get(setting, setting))
+        axis.set_xlabel("training step")
+    axes[0, 0].set_ylabel(label)
+    axes[0, 0].legend(fontsize=8)
+    fig.suptitle(title)
+    save_figure(fig, directory, name)
+
+
+def ends(grid, rows, setting) -> str:
+    return ", ".join(f"{row} {final(grid, row, setting).mean():.2f}" for row in rows)
+
+
+def draw_figures(directory) -> None:
+    grid = load_grid("paper")
+    seeds = len({line["seed"] for line in grid})
+    stale, every = ("(20,0)", "(1,10)", "offline"), tuple(SETTINGS)
+    rec = ("reinforce", "grpo", "rec-oneside-is", "rec-oneside-nois", "rec-oneside-nois (.6,2)", "reinforce-is")
+    draw_curves(grid, rec, stale, name="paper_rec", directory=directory,
+                title=f"Stale data, {seeds} seeds. At the end of (20,0): {ends(grid, ('reinforce', 'rec-oneside-nois', 'rec-oneside-is'), '(20,0)')}")
+    draw_curves(grid, ("rec-oneside-nois", "rec-twoside-nois", "rec-twoside-is", "rec-ring-nois", "rec-ring-is"), stale, name="paper_clip_shape",
+                directory=directory, title=f"Which tokens to clip. Offline end: {ends(grid, ('rec-oneside-nois', 'rec-twoside-nois', 'rec-ring-nois'), 'offline')}")
+    draw_curves(grid, ("rec-oneside-nois", "rec-oneside-nois 5×lr", "rec-oneside-nois (.6,2)"), stale, name="paper_learning_rate", directory=directory,
+                title="A larger clipping range against a larger learning rate. (20,0) end: "
+                + ends(grid, ("rec-oneside-nois 5×lr", "rec-oneside-nois (.6,2)"), "(20,0)"))
+    draw_curves(grid, ("reinforce", "grpo", "red-drop", "red-weight", "red-weight-adaptive", "red-weight-oneside"), every, name="paper_red", directory=directory,
+                title=f"Shaping the data. (20,0) end: {ends(grid, ('red-drop', 'red-weight', 'red-weight-oneside', 'grpo'), '(20,0)')}")
+    draw_curves(grid, ("reinforce", "rec-oneside-nois", "rep-opmd", "rep-asymre"), every, name="paper_rep", directory=directory,
+                title=f"An additive penalty instead of clipping. (20,0) end: {ends(grid, ('reinforce', 'rep-opmd', 'rep-asymre'), '(20,0)')}")
+    draw_kl(grid, directory)
+    if (DATA / "staleness.csv").exists():
+        draw_staleness(load_grid("staleness"), directory)
+
+
+def draw_kl(grid, directory) -> None:
+    """Largest distance to the sampler against the accuracy lost from the peak, one point per run."""
+    fig, axis = figure(width=5.6, height=4.0)
+    markers = {"(1,0)": "o", "(20,0)": "s", "(1,10)": "^", "offline": "D"}
+    distance, lost = [], []
+    for setting, marker in markers.items():
+        for row, grey in (("reinforce", "black"), ("everything else", "0.6")):
+            chosen = [row] if row in ROWS else [r for r in ROWS if r != "reinforce"]
+            x = np.concatenate([np.nanmax(curves(grid, r, setting, "kl_old")[1], axis=1) for r in chosen]) + 1e-5
+            y = np.concatenate([drop_from_peak(grid, r, setting) for r in chosen])
+            axis.scatter(x, y, marker=marker, color=grey, s=18 if row in ROWS else 10, zorder=3 if row in ROWS else 2,
+                         label=f"{row}, {setting}", linewidths=0)
+            distance, lost = distance + x.tolist(), lost + y.tolist()
+    axis.set_xscale("log")
+    rank = np.corrcoef(np.argsort(np.argsort(distance)), np.argsort(np.argsort(lost)))[0, 1]
+    axis.set_title(f"Runs that move far from their sampler lose what they learned (rank correlation {rank:.2f})" if rank > 0.3 else
+                   f"Distance to the sampler against accuracy lost (rank correlation {rank:.2f})", fontsize=9)
+    axis.set_xlabel("largest KL(sampler ‖ policy) per token, mean of 10 steps")
+    axis.set_ylabel("accuracy lost since the best evaluation")
+    axis.legend(fontsize=7)
+    save_figure(fig, directory, "paper_kl")
+
+
+def draw_staleness(grid, directory) -> None:
+    fig, axis = figure(width=5.6, height=4.0)
+    for row in SWEEP:
+        band = np.array([mean_interval(final(grid, row, f"({i},0)")) for i in INTERVALS])
+        axis.plot(INTERVALS, band[:, 0], label=row, **style(row))
+        axis.fill_between(INTERVALS, band[:, 1], band[:, 2], color=style(row)["color"], alpha=0.15, linewidth=0)
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(INTERVALS, [str(i) for i in INTERVALS])
+    axis.set_xlabel("sync interval I: steps between two refreshes of the sampler")
+    axis.set_ylabel("held-out accuracy at the end")
+    first, last = (final(grid, "reinforce", f"({i},0)").mean() for i in (1, 80))
+    clipped = final(grid, "rec-oneside-nois", "(80,0)").mean()
+    axis.set_title(f"From fresh to stale: REINFORCE {first:.2f} → {last:.2f}, with clipping {clipped:.2f}")
+    axis.legend(fontsize=8)
+    save_figure(fig, directory, "paper_staleness")
+
+
+# %% ------------------------------------------------------------------------------------------------------------ main
+
+
+def main(argv=None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--grid", default="paper", choices=["paper", "staleness", "family", "hard", "conditions"])
+    parser.add_argument("--seeds", type=int, default=5, help="seeds per cell (default 5)")
+    parser.add_argument("--steps", type=int, default=120, help="training steps per run (default 120)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: the number of cores)")
+    parser.add_argument("--cache-dir", default=str(ROOT / "cache"), help="where the built-in models are kept")
+    parser.add_argument("--out", default=str(ROOT / "figures"), help="folder for the figures (default figures)")
+    parser.add_argument("--plot-only", action="store_true", help="draw and judge from the committed tables, without training")
+    args = parser.parse_args(argv)
+    if args.seeds < 1 or args.steps < 40 or args.jobs < 1:
+        parser.error("--seeds and --jobs must be at least 1, and --steps at least 40 (four evaluations make the end of a run)")
+    if not args.plot_only:
+        train_grid(args.grid, seeds=args.seeds, steps=args.steps, jobs=args.jobs, cache_dir=args.cache_dir)
+    if args.grid == "paper":
+        draw_figures(args.out)
+    if args.grid in ("paper", "hard"):
+        table = verdict_table(judge(load_grid(args.grid)))
+        write_text(DATA / f"{args.grid}_claims.md", table)
+        print(table)
+
+
+if __name__ == "__main__":
+    main()
