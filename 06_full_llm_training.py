@@ -35,7 +35,6 @@ import random
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections import deque
@@ -45,7 +44,7 @@ import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from utils import STYLES, figure, pick_device, save_figure, write_text
+from utils import STYLES, figure, pick_device, save_figure, seed_everything, write_text
 
 # %% ------------------------------------------------------------------------------------------------- configuration
 
@@ -126,6 +125,10 @@ class Config(*GROUPS):
 
 class UserError(Exception):
     """Something the user can put right; `main` prints it as one line and exits with status 2."""
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def require(condition: bool, message: str) -> None:
@@ -271,11 +274,11 @@ def load_model(name: str, *, device, cache_dir=None, task: str = "addition"):
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, **options)
-    except ImportError as error:
-        raise UserError(f"--model {name}: {' '.join(str(error).split())}")
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        if options or isinstance(error, ImportError):
+            raise UserError(f"--model {path}: {one_line(error)}")
         raise UserError(f"--model {name} is neither 'tiny', a model directory, a .gguf file, nor reachable on the hub: "
-                        f"{' '.join(str(error).split())[:160]}")
+                        f"{one_line(error)}")
     if options:  # weights read from a .gguf cannot be saved again until they sit in an ordinary model
         plain = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
         plain.load_state_dict(model.state_dict())
@@ -445,6 +448,8 @@ def generate(model, prompt, prompt_mask, *, group_size: int, max_new_tokens: int
     stops = torch.tensor(sorted(eos_ids), device=prompt.device)
     for t in range(max_new_tokens):
         scores = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
+        if scores.isnan().any():
+            raise FloatingPointError("the model's logits are not finite")
         if temperature == 0:
             token = scores.argmax(-1, keepdim=True)
         else:
@@ -899,8 +904,11 @@ def train(config: Config) -> dict:
     """One run, from the base model or its last checkpoint to a complete run directory. Returns before, after and seconds."""
     from tqdm import tqdm
 
-    started = time.perf_counter()
-    device, out, task = pick_device(config.device), pathlib.Path(config.out), load_task(config)
+    started, out = time.perf_counter(), pathlib.Path(config.out)
+    require(config.resume or config.overwrite or not ((out / "metrics.jsonl").exists() or checkpoints(out)),
+            f"{out} already holds a run: add --resume to continue it, --overwrite to replace it, or choose another --out")
+    seed_everything(config.seed)  # for a reward of the user's; what is drawn here comes from generators of its own
+    device, task = pick_device(config.device), load_task(config)
     overrides = {f.name: getattr(config, f.name) for f in dataclasses.fields(AlgorithmOptions) if f.name != "algorithm"}
     row = find_algorithm(config.algorithm, **overrides)
     state = load_checkpoint(out) if config.resume else None
@@ -916,53 +924,60 @@ def train(config: Config) -> dict:
     if state:
         version, queue, first_step = state["version"], deque(Rollout(**batch) for batch in state["queue"]), state["step"] + 1
         optimizer.load_state_dict(state["optimizer"])
+        optimizer.param_groups[0]["lr"] = config.learning_rate  # a flag given with --resume counts
         sampler.load_state_dict(state["sampler"] or model.state_dict())
         restore_random(state["random"], sampling, dropping)
         keep_lines(out, last_step=state["step"])
     else:
-        prepare_run(out, config)
         self_check(model, tokenizer, task, config)
-        append(out / "metrics.jsonl", {"step": 0, **evaluate(model, tokenizer, task, config)})
+        clear_run(out)
+    for leftover in [*out.glob("unfinished-*"), *out.glob("checkpoint/unfinished-*"), *checkpoints(out)[:-1]]:  # after a kill
+        discard(leftover) if leftover.is_dir() else leftover.unlink()
+    settings = {k: v for k, v in dataclasses.asdict(config).items() if k not in ("resume", "overwrite", "compare")}
+    write_text(out / "config.json", json.dumps(settings, indent=1))
 
     def save(step):
         save_checkpoint(out, step, model, tokenizer, {
             "version": version, "queue": [dataclasses.asdict(batch) for batch in queue], "optimizer": optimizer.state_dict(),
             "sampler": None if sampler is model else sampler.state_dict(), "random": random_state(sampling, dropping)})
 
-    progress = tqdm(range(first_step, config.steps + 1), initial=first_step - 1, total=config.steps, desc=config.algorithm,
-                    mininterval=redraw_seconds())
-    with interruptions() as interruption:
+    steps = range(first_step, config.steps + 1)
+    with interruptions() as interruption, tqdm(steps, initial=first_step - 1, total=config.steps, desc=config.algorithm,
+                                               mininterval=redraw_seconds()) as progress:
+        if not state:
+            with stopping_in_order(0, out):
+                append(out / "metrics.jsonl", {"step": 0, **evaluate(model, tokenizer, task, config)})
+                save(0)  # a disk that cannot hold a checkpoint shows now, not after an hour
         for step in progress:
-            began = time.perf_counter()
-            if (step - 1) % config.sync_interval == 0 and not config.offline:
-                version = step - 1
-                if sampler is not model:
-                    sampler.load_state_dict(model.state_dict())  # copies the numbers; a mere reference would never be stale
-            while len(queue) <= config.sync_offset:
-                examples = batch_examples(task.train, step + len(queue), count=config.prompts_per_step, seed=config.seed)
-                queue.append(collect(sampler, tokenizer, examples, config, version=version, generator=sampling))
-            batch = queue.popleft()
-            metrics = {"step": step, "staleness": step - 1 - batch.version}
-            try:
+            with stopping_in_order(step, out):
+                began = time.perf_counter()
+                if (step - 1) % config.sync_interval == 0 and not config.offline:
+                    version = step - 1
+                    if sampler is not model:
+                        sampler.load_state_dict(model.state_dict())  # copies the numbers; a mere reference is never stale
+                while len(queue) <= config.sync_offset:
+                    examples = batch_examples(task.train, step + len(queue), count=config.prompts_per_step, seed=config.seed)
+                    queue.append(collect(sampler, tokenizer, examples, config, version=version, generator=sampling))
+                batch = queue.popleft()
+                metrics = {"step": step, "staleness": step - 1 - batch.version}
                 metrics |= train_step(model, optimizer, batch, config, algorithm=row, generator=dropping)
-            except FloatingPointError as error:
-                raise RunStopped(f"step {step}: {error}; {last_checkpoint_text(out)}")
-            metrics["tokens_per_second"] = int(batch.mask.sum()) / (time.perf_counter() - began)
-            if step % config.eval_every == 0 or step == config.steps:
-                metrics |= evaluate(model, tokenizer, task, config)
-            append(out / "metrics.jsonl", metrics)
-            for sample in batch.samples:
-                append(out / "samples.jsonl", {"step": step, **sample})
+                metrics["tokens_per_second"] = int(batch.mask.sum()) / (time.perf_counter() - began)
+                if step % config.eval_every == 0 or step == config.steps:
+                    metrics |= evaluate(model, tokenizer, task, config)
+                append(out / "metrics.jsonl", metrics)
+                append(out / "samples.jsonl", *({"step": step, **sample} for sample in batch.samples))
+                signals = list(interruption)  # asked once, so that a signal from here on finds the next step
+                if step % config.save_every == 0 or step == config.steps or signals:
+                    save(step)
             progress.set_postfix(reward=f"{metrics['reward']:.2f}", stale=metrics["staleness"],
                                  clip=f"{metrics['clip_fraction']:.3f}")
-            if step % config.save_every == 0 or step == config.steps or interruption:
-                save(step)
-            if interruption:
-                raise RunStopped(f"stopped by {interruption[0]} after step {step}; continue with --resume --out {out}")
+            if signals and step < config.steps:
+                raise RunStopped(f"by {signals[0]} after step {step}; continue with --resume --out {out}")
 
-    replace_folder(out / "model", lambda folder: (model.save_pretrained(folder), tokenizer.save_pretrained(folder)))
-    history = read_metrics(out)
-    plot_run(history, out, title=config.algorithm)
+    with stopping_in_order(config.steps, out):
+        replace_folder(out / "model", lambda folder: (model.save_pretrained(folder), tokenizer.save_pretrained(folder)))
+        history = read_metrics(out)
+        plot_run(history, out, title=config.algorithm)
     accuracy = [line["eval_accuracy"] for line in history if "eval_accuracy" in line]
     return {"before": accuracy[0], "after": accuracy[-1], "seconds": time.perf_counter() - started}
 
@@ -1011,7 +1026,7 @@ def evaluate(model, tokenizer, task: Task, config: Config) -> dict:
     meets the same random numbers. The interval treats the questions as the sample.
     """
     device, k = next(model.parameters()).device, config.eval_samples
-    generator = torch.Generator(device).manual_seed(config.seed + 1)
+    generator, before = torch.Generator(device).manual_seed(config.seed + 1), random_state()
     sampled, greedy = [], []
     for first in range(0, len(task.evaluation), 64):
         examples = task.evaluation[first: first + 64]
@@ -1019,6 +1034,7 @@ def evaluate(model, tokenizer, task: Task, config: Config) -> dict:
         sampled.append(collect(model, tokenizer, examples, part, version=0, generator=generator).rewards)
         part = dataclasses.replace(config, group_size=1, temperature=0.0)
         greedy.append(collect(model, tokenizer, examples, part, version=0, generator=generator).rewards)
+    restore_random(before)  # a reward may have drawn from the global generators
     sampled, greedy = torch.cat(sampled).double().cpu(), torch.cat(greedy).double().cpu()
     per_question = sampled.mean(1)
     half_width = 1.96 * per_question.std().item() / math.sqrt(len(per_question)) if len(per_question) > 1 else math.nan
@@ -1033,19 +1049,18 @@ class RunStopped(Exception):
     """The run ended early, in order: everything up to the last checkpoint is safe. Exit status 1."""
 
 
-def prepare_run(out: pathlib.Path, config: Config) -> None:
-    """Make an empty run directory and write config.json; refuses to touch a run that is already there."""
-    if (out / "metrics.jsonl").exists():
-        require(config.overwrite, f"{out} already holds a run: add --resume to continue it, --overwrite to replace it, "
-                "or choose another --out")
-        for name in ("metrics.jsonl", "samples.jsonl", "curves.png", "checkpoint", "model"):
-            shutil.rmtree(out / name) if (out / name).is_dir() else (out / name).unlink(missing_ok=True)
-    write_text(out / "config.json", json.dumps(dataclasses.asdict(config), indent=1))
+def clear_run(out: pathlib.Path) -> None:
+    """Remove what an earlier run has left in the run directory."""
+    for folder in ("checkpoint", "model"):
+        discard(out / folder)
+    for name in ("curves.png", "samples.jsonl", "metrics.jsonl"):
+        (out / name).unlink(missing_ok=True)
 
 
-def append(path: pathlib.Path, line: dict) -> None:
+def append(path: pathlib.Path, *lines: dict) -> None:
+    """Add the lines in one write that reaches the operating system before this returns."""
     with open(path, "a", encoding="utf-8") as file:
-        file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        file.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
 
 
 def read_metrics(out: pathlib.Path) -> list:
@@ -1063,56 +1078,85 @@ def keep_lines(out: pathlib.Path, *, last_step: int) -> None:
         write_text(path, "".join(kept))
 
 
+def flush_to_disk(path: pathlib.Path) -> None:
+    """Wait until a file, or the list of names in a folder, is on the disk itself."""
+    if os.name == "nt" and path.is_dir():
+        return  # Windows opens no folders
+    handle = os.open(path, os.O_RDWR if path.is_file() else os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def replace_folder(target: pathlib.Path, fill) -> None:
-    """Let `fill` write into a temporary neighbour, flush it to the disk, then rename it to `target`: whole or not at all."""
-    scratch = pathlib.Path(tempfile.mkdtemp(dir=target.parent, prefix="unfinished-"))
+    """Let `fill` write into a neighbour, flush it to the disk, then rename it to `target`: whole or not at all."""
+    scratch = target.with_name(f"unfinished-{target.name}-{os.getpid()}")
+    scratch.mkdir(parents=True)
     try:
         fill(scratch)
-        for path in [*scratch.iterdir(), scratch]:
-            handle = os.open(path, os.O_RDONLY)
-            os.fsync(handle)
-            os.close(handle)
-        if target.exists():
-            shutil.rmtree(target)
+        for path in [*scratch.rglob("*"), scratch]:
+            flush_to_disk(path)
+        discard(target)
         os.rename(scratch, target)
+        flush_to_disk(target.parent)
+    except Exception as error:  # a full disk is an OSError, a RuntimeError or a SafetensorError, depending on who writes
+        raise OSError(f"cannot write {target} ({one_line(error)})") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
+def discard(folder: pathlib.Path) -> None:
+    """Remove a folder. It loses its name first, so that half of it is never taken for the whole."""
+    if folder.exists():
+        nameless = folder.with_name(f"unfinished-old-{folder.name}-{os.getpid()}")
+        os.rename(folder, nameless)
+        shutil.rmtree(nameless, ignore_errors=True)
+
+
 def save_checkpoint(out: pathlib.Path, step: int, model, tokenizer, state: dict) -> None:
     """Write out/checkpoint/step-N: a model for from_pretrained plus trainer.pt. Older ones go only when it is complete."""
-    folder = out / "checkpoint"
-    folder.mkdir(parents=True, exist_ok=True)
-    target = folder / f"step-{step:06d}"
+    if not all(torch.isfinite(parameter).all() for parameter in model.parameters()):
+        raise FloatingPointError("the weights are not finite, so they are not saved")
+    for name in ("metrics.jsonl", "samples.jsonl"):  # the lines up to this step must not be younger than the checkpoint
+        if (out / name).exists():
+            flush_to_disk(out / name)
+    target = out / "checkpoint" / f"step-{step:06d}"
 
     def fill(scratch):
         model.save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)
         torch.save({"step": step, **state}, scratch / "trainer.pt")
 
-    try:
-        replace_folder(target, fill)
-    except OSError as error:
-        raise RunStopped(f"step {step}: cannot save a checkpoint ({error.strerror or error}); {last_checkpoint_text(out)}")
-    for old in folder.iterdir():
-        if old != target:
-            shutil.rmtree(old, ignore_errors=True)
+    replace_folder(target, fill)
+    for old in checkpoints(out)[:-1]:
+        discard(old)
 
 
 def checkpoints(out: pathlib.Path) -> list:
-    return sorted((out / "checkpoint").glob("step-*")) if (out / "checkpoint").is_dir() else []
+    """The folders of the complete checkpoints, oldest first."""
+    return sorted((out / "checkpoint").glob("step-*"), key=lambda folder: int(folder.name.removeprefix("step-")))
 
 
-def last_checkpoint_text(out: pathlib.Path) -> str:
-    found = checkpoints(out)
-    return f"the last good checkpoint is {found[-1]}" if found else "no checkpoint had been saved yet (see --save-every)"
+def load_checkpoint(out: pathlib.Path) -> dict | None:
+    """The trainer's state in the newest checkpoint, with its folder; None when the run had not saved one yet."""
+    if not (found := checkpoints(out)):
+        return None
+    try:
+        return {**torch.load(found[-1] / "trainer.pt", weights_only=True), "folder": str(found[-1])}
+    except Exception as error:
+        raise UserError(f"--resume: {found[-1]} is damaged ({one_line(error)})")
 
 
-def load_checkpoint(out: pathlib.Path) -> dict:
-    """The trainer's state in the newest complete checkpoint, with its folder."""
-    found = checkpoints(out)
-    require(bool(found), f"--resume: {out} has no checkpoint")
-    return {**torch.load(found[-1] / "trainer.pt", weights_only=True), "folder": str(found[-1])}
+@contextlib.contextmanager
+def stopping_in_order(step: int, out: pathlib.Path):
+    """Turn what can go wrong during a step into RunStopped, which names the step and what is safe."""
+    try:
+        yield
+    except (FloatingPointError, UserError, OSError) as error:
+        found = checkpoints(out)
+        safe = f"the last good checkpoint is {found[-1]}" if found else "no checkpoint had been saved yet"
+        raise RunStopped(f"step {step}: {one_line(error)}; {safe}") from error
 
 
 def random_state(*generators) -> dict:
@@ -1136,7 +1180,7 @@ def restore_random(state: dict, *generators) -> None:
 def interruptions():
     """A list that names the signal once SIGINT or SIGTERM has arrived, so that the step in progress can finish and be saved.
 
-    A second signal acts as it always did.
+    A second signal acts as it always did, and one that was ignored (nohup) stays so.
     """
     arrived, previous = [], {}
 
@@ -1145,7 +1189,8 @@ def interruptions():
         signal.signal(number, previous[number])
 
     if threading.current_thread() is threading.main_thread():
-        previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+        handled = (getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+        previous = {n: signal.signal(n, note) for n in handled if signal.getsignal(n) is not signal.SIG_IGN}
     try:
         yield arrived
     finally:
@@ -1238,12 +1283,15 @@ def main(argv=None) -> None:
         setting = "offline" if config.offline else f"I{config.sync_interval}-m{config.sync_offset}"
         config.out = config.out or f"runs/{config.algorithm}-{pathlib.Path(config.task).stem}-{setting}-seed{config.seed}"
         print_result(train(config), config)
-    except UserError as error:
+    except (UserError, FloatingPointError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except RunStopped as error:
         print(f"stopped: {error}", file=sys.stderr)
         sys.exit(1)
+    except KeyboardInterrupt:
+        print("stopped at once; --resume continues from the last checkpoint, if there is one", file=sys.stderr)
+        sys.exit(130)
 
 
 def print_result(result: dict, config: Config) -> None:

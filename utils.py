@@ -14,7 +14,6 @@ import os
 import pathlib
 import random
 import sys
-import tempfile
 
 import matplotlib
 
@@ -87,11 +86,12 @@ def write_text(path, text: str) -> None:
     """Write a file whole or not at all: into a temporary neighbour, flushed to the disk, then renamed over the target."""
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+    scratch = path.with_name(f"unfinished-{path.name}-{os.getpid()}")
+    with open(scratch, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(file.name, path)
+    os.replace(scratch, path)
 
 
 # ---------------------------------------------------------------- flags and exercises
