@@ -86,7 +86,7 @@ def cell_config(cell, *, steps: int, cache_dir: str):
     module = importlib.import_module("06_full_llm_training")
     label, _, seed, options = cell
     algorithm, overrides = ROWS.get(label, (label, {}))
-    settings = {"steps": steps, "eval_every": 10, "save_every": steps + 1, "seed": seed, "device": "cpu", **overrides, **options}
+    settings = {"steps": steps, "eval_every": 10, "eval_samples": 2, "save_every": steps + 1, "seed": seed, "device": "cpu", **overrides, **options}
     key = hashlib.sha256(json.dumps({"algorithm": algorithm, **settings}, sort_keys=True).encode()).hexdigest()[:12]
     return module.Config(algorithm=algorithm, out=str(ROOT / "runs" / "grid" / key), overwrite=True, cache_dir=cache_dir, **settings)
 
