@@ -1,7 +1,70 @@
-"""Make the lessons importable: their names start with a digit, so tests call importlib.import_module("04_regularization")."""
+"""Make the lessons importable: their names start with a digit, so tests call importlib.import_module("04_regularization").
 
+Tests of the training script also find here small real models and tokenizers, made in a moment from a fixed seed.
+"""
+
+import os
 import pathlib
 import sys
 
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may need the network
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+
+def build_model(kind: str, *, vocab_size: int, seed: int = 0, **options):
+    """A random causal LM of 2 layers and width 32, in eval mode: kind ∈ gpt2, llama, qwen2.
+
+    Weight matrices are larger than usual, so that context, position and padding visibly matter to the output.
+    """
+    import torch
+    from transformers import (GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config,
+                              Qwen2ForCausalLM)
+
+    options = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "vocab_size": vocab_size} | options
+    rotary = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+              "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.15}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if kind == "gpt2":
+            model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=128, initializer_range=0.15,
+                                               **options))
+        elif kind == "llama":
+            model = LlamaForCausalLM(LlamaConfig(**rotary, **options))
+        else:
+            model = Qwen2ForCausalLM(Qwen2Config(tie_word_embeddings=True, **rotary, **options))
+    return model.eval()
+
+
+def build_digit_tokenizer():
+    """A character tokenizer that knows 0, 1, + and =: a random model then answers "1" often enough to be rewarded."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", "0", "1", "+", "="])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory):
+    """(model folder, jsonl task, flags) of the smallest run that has something to learn: seconds, not minutes.
+
+    flags is a list for main(): a random Qwen2 with tied weights, 20 questions whose answer is "1", 4 prompts × 4 responses.
+    """
+    import json
+
+    folder = tmp_path_factory.mktemp("tiny")
+    tokenizer = build_digit_tokenizer()
+    model = build_model("qwen2", vocab_size=len(tokenizer), eos_token_id=1, pad_token_id=0)
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    task = folder / "ones.jsonl"
+    task.write_text("".join(json.dumps({"question": f"{i:b}", "answer": "1"}) + "\n" for i in range(20)), encoding="utf-8")
+    flags = ["--model", str(folder / "model"), "--task", str(task), "--prompts-per-step", "4", "--group-size", "4",
+             "--max-new-tokens", "2", "--eval-questions", "2", "--eval-samples", "2", "--learning-rate", "0.01"]
+    return folder / "model", task, flags
