@@ -229,6 +229,7 @@ def test_groups_follow_the_prompt_whatever_the_order():
     advantages = torch.empty(6, dtype=torch.float64)
     advantages[groups] = lesson.group_advantages(rewards[groups])
     assert advantages.tolist() == [0, 0, 0, 0, 0.5, -0.5]
+    assert lesson.prompt_groups(torch.tensor([4, 4, 4])).tolist() == [[0, 1, 2]]
     with pytest.raises(ValueError, match="same number"):
         lesson.prompt_groups(torch.tensor([1, 1, 2]))
 
@@ -247,10 +248,10 @@ def random_policy(seed, responses=4, parameters=3):
     return probs, generator.normal(size=responses), scores - probs @ scores
 
 
-@settings(FEW, max_examples=8)
-@given(st.integers(0, 2**31), st.sampled_from([2, 3]), st.booleans(), st.booleans())
-def test_group_estimator_by_loops_over_groups(seed, group_size, leave_one_out, std_normalize):
-    probs, rewards, scores = random_policy(seed)
+@pytest.mark.parametrize("group_size", [2, 3, 4])
+@pytest.mark.parametrize("leave_one_out, std_normalize", [(False, False), (True, False), (False, True), (True, True)])
+def test_group_estimator_by_loops_over_groups(group_size, leave_one_out, std_normalize):
+    probs, rewards, scores = random_policy(seed=group_size)
     chance, estimates = [], []
     for group in itertools.product(range(4), repeat=group_size):
         advantages = advantages_by_hand([rewards[i] for i in group], leave_one_out, std_normalize, 1e-6)
@@ -333,6 +334,14 @@ def test_flat_group_share():
     # p = 1/4: (1 + 3^K) / 4^K
     for group_size, share in [(2, 0.625), (4, 82 / 256), (8, 6562 / 65536), (16, 43046722 / 4**16)]:
         assert lesson.flat_group_share(0.25, group_size=group_size) == pytest.approx(share, rel=1e-12)
+
+
+def test_a_response_that_never_comes_changes_nothing():
+    probs, rewards, scores = double([0.4, 0.6, 0.0]), double([0, 1, 9]), double([[-3], [2], [7]])
+    three = lesson.group_estimator_moments(probs, rewards, scores, group_size=3)
+    two = lesson.group_estimator_moments(probs[:2], rewards[:2], scores[:2], group_size=3)
+    for with_it, without in zip(three, two):
+        torch.testing.assert_close(with_it, without)
 
 
 def test_group_estimator_refuses_what_is_not_a_distribution():
