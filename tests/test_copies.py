@@ -150,8 +150,8 @@ print(json.dumps({"touched": touched, "heavy": heavy}))
 
 def watched_import(folder, root, names):
     result = subprocess.run(
-        [sys.executable, "-c", WATCHED_IMPORT, str(root), *names], cwd=folder, capture_output=True, text=True, timeout=120,
-        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}, check=True)
+        [sys.executable, "-c", WATCHED_IMPORT, str(root), *names], cwd=folder, capture_output=True, text=True,
+        timeout=120, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}, check=True)
     *printed, report = result.stdout.strip().splitlines()
     return {"printed": printed, "warned": result.stderr, **json.loads(report)}
 
