@@ -44,6 +44,7 @@ import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from answers import extract_answer, is_correct  # noqa: F401 (the names that others look for here)
 from utils import STYLES, figure, pick_device, save_figure, seed_everything, write_text
 
 # %% ------------------------------------------------------------------------------------------------- configuration
@@ -243,16 +244,6 @@ def read_jsonl(path) -> list:
         examples.append(Example(question, str(answer)))
     require(bool(examples), f"{path} holds no examples")
     return examples
-
-
-def extract_answer(text):
-    import re
-    found = re.findall(r"-?\d+", str(text))
-    return found[-1] if found else None
-
-
-def is_correct(text, gold):
-    return extract_answer(text) == extract_answer(gold)
 
 
 # %% ---------------------------------------------------------------------------------------------------------- model

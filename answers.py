@@ -1,0 +1,227 @@
+"""Is an answer right? Numbers by exact value, formulas by computer algebra in a process that can be killed.
+
+Answer checking is where reinforcement learning on reasoning tasks quietly goes wrong: "1,234" read as 1, an answer that was cut off
+scored as right, a grader that hangs for an hour on nine characters. It is a craft of its own, so it has a file of its own;
+06_full_llm_training.py uses four functions of it: extract_answer, is_correct, math_reward and load_reward.
+"""
+
+import functools
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from decimal import Decimal
+from fractions import Fraction
+
+# %% Reading a number
+
+# A number with all that is glued to its digits: "1,2", "3:30" and "10^3" are found whole, so that none is taken for its
+# last digits. The sign in "5-3" is a subtraction; the digits in "x^2" and "H2O" are no numbers.
+NUMBER_LIKE = re.compile(r"(?:(?<![\w)}\]])[-+])?(?:(?<![\w.])\.)?(?<![\w^])[0-9]+(?:\^\{[-+]?[0-9]+\}"
+                         r"|(?:[.,:/^]|\^[-+]| (?=[0-9]+/[0-9]))[0-9]+)*(?:[eE][-+]?[0-9]+)?")
+# Of those, one number: 12 · 1,234.50 · 1/2 · 1 1/2 · 1e3, and not 0,5 · 1,2 · 1.2.3 (European grouping is not guessed).
+NUMBER = re.compile(r"[-+]?(?=\.?[0-9])(?:[0-9]+ (?=[0-9]+/))?(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+)?"
+                    r"(?:/[0-9]+(?:\.[0-9]+)?|[eE][-+]?[0-9]{1,2})?")
+# Units that may follow a number in a box: words of two letters or more ("5 x" is a product), perhaps squared.
+UNITS = re.compile(r"[\s.,*]*(?:\s(?!(?:pi|ln|log|sin|cos|tan)\b)[A-Za-z]{2}[A-Za-z\s.,/'-]*(?:\^\{?[23]\}?\s*)?)?")
+# What may stand before a marked answer: "x =", "Answer:", "The answer is", "5 - 3 =", but no time of day, "at 3:".
+LABEL = re.compile(r"^(?:[\s*]*[A-Za-z][\w ]{0,40}(?:=|(?<![0-9]):|:(?![0-9])| is )|[^A-Za-z=\\]*=)")
+WORDS = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")  # LaTeX's ways to set plain text
+SPELLINGS = [  # the many ways to write a number, each brought to the plainest
+    (re.compile("[\u2212\u2013]"), "-"),  # the minus sign, and the dash that often stands in for it
+    (WORDS, r" \1 "),
+    (re.compile(r"(?<=[0-9])(?:,\\!|\{,\}|\\,|[\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))"), ","),  # 1{,}234
+    (re.compile(r"(?:US)?\\?[$€£¥₹¢]|\\?%|°|\^\{?\\circ\}?|\\left|\\right|\\[!,;:()\[\] ]|~"), ""),  # $18, 18\%
+    (re.compile(r"(?<=[0-9])(?=\\[dtc]?frac)"), " "),  # 1\frac{1}{2} is a mixed number
+    (re.compile(r"\\[dtc]?frac\s*\{\s*(-?[0-9.,]+)\s*\}\s*\{\s*([0-9.,]+)\s*\}"), r"\1/\2"),
+    (re.compile(r"(?<=[0-9]) ?/ ?(?=[0-9])"), "/"),  # 1 / 2
+    (re.compile(r"(?<=[0-9])\s*(?:×|\\times|\\cdot|\*|x)\s*10\s*\^\s*\{?([-+]?[0-9]+)\}?"), r"e\1"),  # 1.5 × 10^3
+]
+LONGEST = 500  # characters; nothing longer is an answer, which bounds the time that any text can take
+
+
+def respell(text: str) -> str:
+    return functools.reduce(lambda spelled, rule: rule[0].sub(rule[1], spelled), SPELLINGS, text)
+
+
+def plain_number(token: str) -> str | None:
+    """'1,234.50' → '1234.5', '1 1/2' → '3/2', '1e3' → '1000'; None for what is not one number: '1,2', '3:30', '5/0'."""
+    if len(token) > LONGEST or not NUMBER.fullmatch(token):
+        return None
+    whole, _, rest = token.replace(",", "").rpartition(" ")
+    top, slash, bottom = rest.partition("/")
+    if not slash:
+        text = f"{Decimal(top):f}"
+        return text.rstrip("0").rstrip(".") if "." in text else text
+    if not Fraction(bottom):
+        return None
+    value = Fraction(top) / Fraction(bottom)
+    return str(int(whole) + (-value if whole[0] == "-" else value) if whole else value)
+
+
+def as_fraction(answer: str | None) -> Fraction | None:
+    """The value of what `plain_number` writes; None for any other text, on which Fraction() may raise or never end."""
+    return Fraction(answer) if answer and re.fullmatch(r"-?[0-9]+(?:\.[0-9]+|/[1-9][0-9]*)?", answer) else None
+
+
+def answer_part(text) -> tuple[str, str]:
+    """(where the answer stands, its marker): behind the last '####' to the end of the line, or in the last \\boxed{…},
+    whichever comes last; without either, the text itself and ''. A box that was cut off holds ''."""
+    text = text.rpartition("</think>")[2] if isinstance(text, str) else ""  # thoughts are not answers
+    hashes, box = text.rfind("####"), text.rfind("\\boxed{")
+    if hashes > box:
+        return text[hashes + 4:].lstrip().partition("\n")[0][:2 * LONGEST], "####"
+    if box >= 0:
+        depth, inside = 1, text[box + 7: box + 7 + 2 * LONGEST]
+        for brace in re.finditer(r"\\.|[{}]", inside):  # \\. steps over \{ and \}, which are text
+            depth += {"{": 1, "}": -1}.get(brace[0], 0)
+            if depth == 0:
+                return inside[: brace.start()], "boxed"
+        return "", "boxed"
+    if len(text) > 2 * LONGEST:  # only the surroundings of the last digit matter
+        last_digit = max(text.rfind(digit) for digit in "0123456789")
+        text = text[max(0, last_digit - 2 * LONGEST): last_digit + 20] if last_digit >= 0 else text[-2 * LONGEST:]
+    return text, ""
+
+
+def read_part(part: str, *, entire: bool) -> str | None:
+    """The number at the start of a part, else the part itself. entire: nothing but units may follow the number."""
+    spelled = LABEL.sub("", respell(part), count=1).lstrip(" *")
+    found = NUMBER_LIKE.match(spelled)
+    if found and (not entire or UNITS.fullmatch(spelled, found.end())) and (number := plain_number(found[0])):
+        return number
+    return part.strip() if part.strip() and len(part) <= LONGEST else None
+
+
+def extract_answer(text) -> str | None:
+    """The answer in a reply: what the last '#### x' or \\boxed{x} marks, else the last number; None if there is none.
+
+    A number comes back as Fraction() reads it, without currency and units: '1,234.50' → '1234.5', '18%' → '18'.
+    Anything else comes back as it stands: 'x^2+1', '3:30'. No input raises or takes 0.2 s.
+    """
+    part, marker = answer_part(text)
+    if marker:
+        return read_part(part, entire=marker == "boxed")
+    last = (NUMBER_LIKE.findall(respell(part)) or [""])[-1]
+    return plain_number(last) or (last if 0 < len(last) <= LONGEST else None)
+
+
+def gold_answer(gold) -> str | None:
+    """The answer in a bare gold answer ('1,200', 'x^2+1', 7) or behind the marker of a gold solution."""
+    gold = str(gold) if isinstance(gold, (int, float)) and abs(gold) < 1e100 else gold
+    return read_part(answer_part(gold)[0], entire=True)
+
+
+def squeeze(text: str | None) -> str:
+    """A formula without the spelling that means nothing: \\left, \\dfrac, \\text, $, spaces except between digits."""
+    text = " ".join(WORDS.sub(r" \1 ", text or "").split()).strip("*. ")
+    return re.sub(r"\\left|\\right|\\[,;:!]|\$|(?<=\\)[dt](?=frac)|(?<![0-9]) | (?![0-9])", "", text)
+
+
+def is_correct(text, gold) -> bool:
+    """Does the reply give the gold answer? Numbers count by exact value, anything else as text, up to spelling.
+
+    gold: a bare answer or a solution that ends in '#### 1200'. Pure and total: no input raises or takes 0.2 s.
+    """
+    wanted, answer = gold_answer(gold), extract_answer(text)
+    if (value := as_fraction(wanted)) is not None:
+        return as_fraction(answer) == value
+    return squeeze(wanted) != "" and squeeze(wanted) in (squeeze(answer), squeeze(answer_part(text)[0]))
+
+
+# Computer algebra can work for hours on nine characters, so it gets a process of its own. There, the watchdog of
+# faulthandler, a C thread, ends the process wherever it hangs: on any system, whichever thread of ours waits for it.
+SYMBOLIC_WORKER = """
+import faulthandler, json, sys
+from math_verify import LatexExtractionConfig, parse, verify
+def read(text):
+    return parse(f"${text}$", [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None)
+print("ready", flush=True)
+for line in sys.stdin:
+    answer, gold, seconds = json.loads(line)
+    faulthandler.dump_traceback_later(seconds, exit=True)
+    try:
+        equal = verify(read(gold), read(answer), float_rounding=15, timeout_seconds=None)  # 0.333333 is not 1/3
+    except BaseException:
+        equal = False
+    faulthandler.cancel_dump_traceback_later()
+    print("equal" if equal else "different", flush=True)
+"""
+symbolic_worker, symbolic_lock = None, threading.Lock()
+
+
+def symbolic_equal(answer: str, gold: str, *, seconds: float = 2.0) -> bool:
+    """Are two formulas equal to math-verify? False if that takes longer than `seconds`. Any thread may call.
+
+    ValueError: seconds is not positive and finite. ImportError: math-verify is absent.
+    """
+    global symbolic_worker
+    if not 0 < seconds < 1e6:
+        raise ValueError(f"seconds must be positive and finite, not {seconds}")
+    with symbolic_lock:
+        if symbolic_worker is None or symbolic_worker.poll() is not None:
+            symbolic_worker = subprocess.Popen(  # in a session of its own, since Ctrl-C is meant for us
+                [sys.executable, "-c", SYMBOLIC_WORKER], text=True, start_new_session=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+            if symbolic_worker.stdout.readline() != "ready\n":
+                raise ImportError("symbolic answers need math-verify, which does not load: pip install math-verify")
+        reply = ""
+        try:
+            print(json.dumps([answer, gold, seconds]), file=symbolic_worker.stdin, flush=True)
+            reply = symbolic_worker.stdout.readline()
+        except BrokenPipeError:
+            pass
+        finally:
+            if not reply:  # out of time, or interrupted: a late reply must not answer the next question
+                symbolic_worker.kill()
+                symbolic_worker.communicate()
+    return reply == "equal\n"
+
+
+def math_reward(text, gold) -> float:
+    """1 for a correct reply, or a marked formula that equals the gold one: \\boxed{1+x^2} for x^2+1; else 0."""
+    if is_correct(text, gold):
+        return 1.0
+    (part, marker), wanted = answer_part(text), gold_answer(gold)
+    two_numbers = as_fraction(extract_answer(text)) is not None and as_fraction(wanted) is not None
+    a_word = re.fullmatch("[A-Za-z ]{3,}", squeeze(wanted))  # to algebra a product of letters: Paris = pairs
+    if not marker or not squeeze(part) or not wanted or two_numbers or a_word:
+        return 0.0
+    return float(symbolic_equal(part, wanted))
+
+
+def load_reward(spec: str):
+    """'module:function' → reward(question, text, gold) → float, which checks the user's function at every call.
+
+    ValueError, one line that names the function: here, when it cannot be loaded; at a call, when it raises or returns
+    anything but a finite number (a bool is one).
+    """
+    def fail(problem, cause=None):
+        raise ValueError(" ".join(f"reward {spec!r} {problem}".split())[:300]) from cause
+
+    module_name, _, name = spec.partition(":")
+    if not module_name or not name:
+        fail("is not module:function, such as my_rewards:brevity")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # where the user's file stands
+    try:
+        function = getattr(importlib.import_module(module_name), name, None)
+    except (Exception, SystemExit) as error:
+        fail(f"cannot be imported ({type(error).__name__}: {error})", error)
+    if not callable(function):
+        fail(f"cannot be used: {module_name} has no function {name}")
+
+    def reward(question, text, gold) -> float:
+        try:
+            value = function(question, text, gold)
+            value = value.item() if hasattr(value, "item") else value  # a scalar of numpy or torch
+        except (Exception, SystemExit) as error:
+            fail(f"raised {type(error).__name__}: {error}", error)
+        if not isinstance(value, (int, float)) or not -1e308 < value < 1e308:
+            fail(f"returned {value if isinstance(value, float) else type(value).__name__}, not a finite number")
+        return float(value)
+
+    return reward
