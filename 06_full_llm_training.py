@@ -44,16 +44,16 @@ import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from answers import extract_answer, is_correct  # noqa: F401 (the names that others look for here)
+from answers import extract_answer, is_correct, load_reward, math_reward  # noqa: F401 (others look for the first here)
 from utils import STYLES, figure, pick_device, save_figure, seed_everything, write_text
 
 # %% ------------------------------------------------------------------------------------------------- configuration
 
 
-def option(default, help: str):
-    """A dataclass field whose help text ends with its default, as --help shows it."""
-    shown = "" if default is None or default is False else f" (default {default})"
-    return field(default=default, metadata={"help": help + shown})
+def option(default, help: str, shown: str | None = None):
+    """A dataclass field whose --help text ends with its default, or with `shown`, which says what an empty one stands for."""
+    shown = shown or ("off" if default is False else default)
+    return field(default=default, metadata={"help": f"{help} (default {shown})"})
 
 
 @dataclass(kw_only=True)
@@ -62,21 +62,23 @@ class ModelOptions:
     model: str = option("tiny", "tiny (built in), a hub name, a directory, or a .gguf file")
     task: str = option("addition", "addition, addition-1, addition-3 (digits), gsm8k (hub, or the folder in GSM8K_DIR), "
                        "or a .jsonl file of {question, answer}")
+    reward: str | None = option(None, "module:function of your own, called with (question, response, answer), returns a number",
+                                "1 for the right answer, else 0")
     eval_questions: int = option(256, "held-out questions in an evaluation")
-    max_prompt_tokens: int = option(512, "longest prompt in tokens; longer questions are left out")
+    max_prompt_tokens: int = option(512, "longest prompt, in tokens; longer questions are left out")
 
 
 @dataclass(kw_only=True)
 class AlgorithmOptions:
-    _argument_group_name = "algorithm (an empty value keeps the row's own)"
+    _argument_group_name = "algorithm"
     algorithm: str = option("rec-oneside-nois", "a row of ALGORITHMS")
-    eps_low: float | None = option(None, "clip where the ratio falls below 1 − this")
-    eps_high: float | None = option(None, "clip where the ratio rises above 1 + this")
-    outer_low: float | None = option(None, "ring clipping: keep again below 1 − this")
-    outer_high: float | None = option(None, "ring clipping: keep again above 1 + this")
-    tau: float | None = option(None, "strength of the squared log-ratio penalty, (τ/2)·d² per token (OPMD)")
-    beta: float | None = option(None, "strength of the forward-KL penalty per token (AsymRE)")
-    weight_temperature: float | None = option(None, "temperature T of RED-Weight's exp(A/T)")
+    eps_low: float | None = option(None, "clip where the ratio falls below 1 − this", "the row's")
+    eps_high: float | None = option(None, "clip where the ratio rises above 1 + this", "the row's")
+    outer_low: float | None = option(None, "ring clipping: keep again where the ratio is below 1 − this", "the row's")
+    outer_high: float | None = option(None, "ring clipping: keep again where the ratio is above 1 + this", "the row's")
+    tau: float | None = option(None, "strength of the squared log-ratio penalty, (τ/2)·d² per token (OPMD)", "the row's")
+    beta: float | None = option(None, "strength of the forward-KL penalty, in nats per token (AsymRE)", "the row's")
+    weight_temperature: float | None = option(None, "temperature T of RED-Weight's exp(A/T), in units of reward", "the row's")
 
 
 @dataclass(kw_only=True)
@@ -93,10 +95,10 @@ class TrainingOptions:
     steps: int = option(120, "optimizer steps")
     prompts_per_step: int = option(32, "prompts in one batch")
     group_size: int = option(8, "K: responses to each prompt, at least 2")
-    learning_rate: float = option(1e-4, "AdamW's constant learning rate")
-    max_grad_norm: float = option(1.0, "clip the gradient's global norm to this")
-    temperature: float = option(1.0, "sampling temperature; the loss differentiates the same tempered distribution")
-    max_new_tokens: int = option(8, "longest response in tokens")
+    learning_rate: float = option(1e-4, "AdamW's constant learning rate, per step")
+    max_grad_norm: float = option(1.0, "clip the gradient's global L2 norm to this")
+    temperature: float = option(1.0, "sampling temperature (divides the logits); the loss differentiates the same distribution")
+    max_new_tokens: int = option(8, "longest response, in tokens")
     micro_batch_tokens: int = option(16384, "prompt + response tokens in one forward and backward pass")
     seed: int = option(0, "seed of data order, sampling and random dropping")
     device: str = option("auto", "auto, cpu, cuda or mps")
@@ -108,12 +110,16 @@ class OutputOptions:
     _argument_group_name = "evaluation and output"
     eval_every: int = option(20, "steps between evaluations; step 0 and the last step always evaluate")
     eval_samples: int = option(4, "sampled answers per evaluation question")
+    eval_only: bool = option(False, "evaluate --model, train nothing")
     save_every: int = option(50, "steps between checkpoints")
-    out: str | None = option(None, "run directory (default runs/<algorithm>-…)")
+    out: str | None = option(None, "run directory", "runs/<algorithm>-<task>-<staleness>-seed<seed>")
     resume: bool = option(False, "continue the run in --out from its last checkpoint")
-    overwrite: bool = option(False, "replace a finished run in --out")
-    compare: str | None = option(None, "train several rows, comma-separated, from the same base and overlay them")
-    cache_dir: str = option(str(pathlib.Path(__file__).resolve().parent / "cache"), "where the built-in model is kept")
+    overwrite: bool = option(False, "replace the run in --out")
+    config: str | None = option(None, "a file of flags, such as a run's config.json; flags on the command line win", "none")
+    compare: str | None = option(None, "train several rows, comma-separated, from the same base and overlay them", "none")
+    tensorboard: bool = option(False, "also write the metrics for TensorBoard, into <out>/tensorboard")
+    cache_dir: str = option(str(pathlib.Path(__file__).resolve().parent / "cache"), "where the built-in model is kept",
+                            "cache, beside this file")
 
 
 GROUPS = (ModelOptions, AlgorithmOptions, StalenessOptions, TrainingOptions, OutputOptions)
@@ -122,6 +128,35 @@ GROUPS = (ModelOptions, AlgorithmOptions, StalenessOptions, TrainingOptions, Out
 @dataclass(kw_only=True)
 class Config(*GROUPS):
     """All flags of one run; the groups above only order --help."""
+
+
+METRICS = {  # what a line of metrics.jsonl says; --help ends with it
+    "step": "optimizer steps so far; step 0 only evaluates",
+    "reward": "mean reward of the batch, under the policy that sampled it",
+    "loss": "value of the loss. It says little: advantages sum to 0 in a group, so a value near 0 is normal",
+    "grad_norm": "L2 norm of the gradient before clipping it to --max-grad-norm",
+    "entropy": "of the policy, in nats per token",
+    "kl_old": "estimate of KL(sampler ‖ policy) in nats per token, on the batch (k3)",
+    "clip_fraction": "share of response tokens that the clip mask takes out of the update",
+    "ratio_mean": "mean of π_θ/π_old over the response tokens; 1 when on-policy",
+    "ratio_p05": "quantiles of the token ratio: 5 %",
+    "ratio_p50": "… the median",
+    "ratio_p95": "… 95 %",
+    "ratio_max": "… the largest",
+    "ess": "effective sample size of the responses, as a share: 1 when on-policy, 1/B when one carries all the weight",
+    "staleness": "updates between the sampler's weights and the policy's",
+    "flat_groups": "share of groups whose rewards are all equal, which teach nothing",
+    "truncated": "share of responses cut off at --max-new-tokens",
+    "completion_length": "mean length of a response, in tokens",
+    "tokens_per_second": "response tokens of the batch per second of sampling and training",
+    "eval_accuracy": "mean reward on the held-out questions, sampled at --temperature",
+    "eval_low": "lower end of its 95 % interval; the questions are the sample",
+    "eval_high": "upper end",
+    "eval_greedy": "mean reward of the greedy answers",
+    "eval_greedy_low": "lower end of its 95 % interval",
+    "eval_greedy_high": "upper end",
+    "eval_pass_at_k": "chance that at least one of k sampled answers is right (its reward is 1 or more); unbiased",
+}
 
 
 class UserError(Exception):
@@ -139,6 +174,17 @@ def require(condition: bool, message: str) -> None:
 
 def validate(config: Config) -> None:
     """Refuse impossible settings before any work starts."""
+    require(not (config.compare and config.eval_only), "--eval-only evaluates one model; leave --compare out")
+    if config.reward:
+        try:
+            load_reward(config.reward)
+        except ValueError as error:
+            raise UserError(one_line(error))
+    if config.tensorboard:
+        try:
+            import torch.utils.tensorboard  # noqa: F401
+        except ImportError:
+            raise UserError("--tensorboard needs the package of that name: pip install tensorboard") from None
     for name in config.compare.split(",") if config.compare else [config.algorithm]:
         require(name in ALGORITHMS, f"unknown algorithm {name!r}; choose from: {', '.join(ALGORITHMS)}")
     require(config.group_size >= 2, f"--group-size is {config.group_size}; a baseline needs at least 2 responses to a prompt")
@@ -484,8 +530,18 @@ class Rollout:
     samples: list               # a few (question, response, answer, reward) for the log
 
 
+@functools.cache
+def reward_function(name: str | None, task: str):
+    """reward(question, response, answer) → float: the user's `module:function`, else 1 for the right answer and 0 for another."""
+    if name:
+        return load_reward(name)
+    if task.endswith(".jsonl"):  # whose answers may be formulas
+        return lambda question, text, answer: math_reward(text, answer)
+    return lambda question, text, answer: float(is_correct(text, answer))
+
+
 def collect(model, tokenizer, examples, config: Config, *, version: int, generator) -> Rollout:
-    """Sample a group of responses to each example and reward them."""
+    """Sample a group of responses to each example and reward them. Raises UserError when the reward fails."""
     device = next(model.parameters()).device
     prompt, prompt_mask = encode_prompts(tokenizer, examples, device=device)
     eos_ids = stop_ids(model, tokenizer)
@@ -493,8 +549,12 @@ def collect(model, tokenizer, examples, config: Config, *, version: int, generat
                                       max_new_tokens=config.max_new_tokens, eos_ids=eos_ids, pad_id=tokenizer.pad_token_id,
                                       generator=generator)
     texts = decode(tokenizer, tokens, mask)
-    golds = [e.answer for e in examples for _ in range(config.group_size)]
-    rewards = torch.tensor([float(is_correct(text, gold)) for text, gold in zip(texts, golds)], device=device)
+    asked = [e for e in examples for _ in range(config.group_size)]
+    try:
+        reward = reward_function(config.reward, config.task)
+        rewards = torch.tensor([reward(e.question, text, e.answer) for e, text in zip(asked, texts)], device=device)
+    except (ValueError, ImportError) as error:
+        raise UserError(one_line(error)) from error
     ended = (torch.isin(tokens, torch.tensor(sorted(eos_ids), device=device)) & mask).any(1)
     samples = [{"question": e.question, "response": texts[i * config.group_size], "answer": e.answer,
                 "reward": rewards[i * config.group_size].item()} for i, e in enumerate(examples[:4])]
@@ -761,7 +821,7 @@ def shaped_advantages(rewards, lengths, *, algorithm: Algorithm, generator=None)
 
 def token_weights(mask, *, aggregation: str, tokens: int | None = None, sequences: int | None = None):
     """N: the weight of each token in the named mean, (B, T). Micro-batches and ranks pass the totals of the whole batch."""
-    tokens, sequences = tokens or mask.sum().clamp(min=1), sequences or mask.shape[0]
+    tokens, sequences = tokens or mask.sum(), sequences or mask.shape[0]
     lengths = mask.sum(1, keepdim=True).clamp(min=1)
     weight = {"token-mean": 1.0 / tokens, "seq-mean-token-mean": 1.0 / (sequences * lengths)}[aggregation]
     return mask * weight
@@ -789,7 +849,7 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, *, algorithm, eps_low=
     weight = ratio if row.importance_sampling else 1.0
     per_token = -torch.where(keep, weight * advantages, 0.0) * logprobs
     per_token = per_token + row.tau / 2 * log_ratio**2 - row.beta * log_ratio
-    weights = token_weights(mask.to(logprobs.dtype), aggregation=row.aggregation) if weights is None else weights
+    weights = token_weights(mask, aggregation=row.aggregation) if weights is None else weights
     loss = (weights * torch.where(mask, per_token, 0.0)).sum()
 
     with torch.no_grad():
@@ -924,20 +984,29 @@ def train(config: Config) -> dict:
         clear_run(out)
     for leftover in [*out.glob("unfinished-*"), *out.glob("checkpoint/unfinished-*"), *checkpoints(out)[:-1]]:  # after a kill
         discard(leftover) if leftover.is_dir() else leftover.unlink()
-    settings = {k: v for k, v in dataclasses.asdict(config).items() if k not in ("resume", "overwrite", "compare")}
-    write_text(out / "config.json", json.dumps(settings, indent=1))
+    store_config(out, config)
 
     def save(step):
         save_checkpoint(out, step, model, tokenizer, {
             "version": version, "queue": [dataclasses.asdict(batch) for batch in queue], "optimizer": optimizer.state_dict(),
             "sampler": None if sampler is model else sampler.state_dict(), "random": random_state(sampling, dropping)})
 
-    steps = range(first_step, config.steps + 1)
+    def record(metrics):
+        append(out / "metrics.jsonl", metrics)
+        if board:
+            for name, value in metrics.items():
+                board.add_scalar(name, value, metrics["step"])
+            board.flush()
+
+    if board := config.tensorboard:
+        from torch.utils.tensorboard import SummaryWriter
+        board = SummaryWriter(str(out / "tensorboard"), purge_step=first_step)
+    steps, explained = range(first_step, config.steps + 1), False
     with interruptions() as interruption, tqdm(steps, initial=first_step - 1, total=config.steps, desc=config.algorithm,
                                                mininterval=redraw_seconds()) as progress:
         if not state:
             with stopping_in_order(0, out):
-                append(out / "metrics.jsonl", {"step": 0, **evaluate(model, tokenizer, task, config)})
+                record({"step": 0, **evaluate(model, tokenizer, task, config)})
                 save(0)  # a disk that cannot hold a checkpoint shows now, not after an hour
         for step in progress:
             with stopping_in_order(step, out):
@@ -955,13 +1024,17 @@ def train(config: Config) -> dict:
                 metrics["tokens_per_second"] = int(batch.mask.sum()) / (time.perf_counter() - began)
                 if step % config.eval_every == 0 or step == config.steps:
                     metrics |= evaluate(model, tokenizer, task, config)
-                append(out / "metrics.jsonl", metrics)
+                record(metrics)
                 append(out / "samples.jsonl", *({"step": step, **sample} for sample in batch.samples))
                 signals = list(interruption)  # asked once, so that a signal from here on finds the next step
                 if step % config.save_every == 0 or step == config.steps or signals:
                     save(step)
             progress.set_postfix(reward=f"{metrics['reward']:.2f}", stale=metrics["staleness"],
                                  clip=f"{metrics['clip_fraction']:.3f}")
+            if abs(metrics["loss"]) < 0.01 < metrics["grad_norm"] and not explained:
+                explained = True
+                progress.write(f"step {step}: loss ≈ 0 ({metrics['loss']:.4f}) and gradient norm > 0 ({metrics['grad_norm']:.2f}) is "
+                               "normal: advantages sum to 0 in a group. Watch reward and eval_accuracy instead.")
             if signals and step < config.steps:
                 raise RunStopped(f"by {signals[0]} after step {step}; continue with --resume --out {out}")
 
@@ -969,8 +1042,9 @@ def train(config: Config) -> dict:
         replace_folder(out / "model", lambda folder: (model.save_pretrained(folder), tokenizer.save_pretrained(folder)))
         history = read_metrics(out)
         plot_run(history, out, title=config.algorithm)
-    accuracy = [line["eval_accuracy"] for line in history if "eval_accuracy" in line]
-    return {"before": accuracy[0], "after": accuracy[-1], "seconds": time.perf_counter() - started}
+    evaluations = [line for line in history if "eval_accuracy" in line]
+    return {"before": evaluations[0]["eval_accuracy"], "after": evaluations[-1]["eval_accuracy"],
+            "low": evaluations[-1]["eval_low"], "high": evaluations[-1]["eval_high"], "seconds": time.perf_counter() - started}
 
 
 def drop_long_prompts(task: Task, tokenizer, config: Config) -> Task:
@@ -1011,26 +1085,70 @@ def self_check(model, tokenizer, task: Task, config: Config, *, tolerance: float
 
 
 def evaluate(model, tokenizer, task: Task, config: Config) -> dict:
-    """Accuracy on the held-out questions: sampled at the training temperature, greedy, and pass@k.
+    """Accuracy on the held-out questions with 95 % intervals: sampled at the training temperature, greedy, and pass@k.
 
     Its generator is its own and starts afresh, so that evaluating changes nothing in training and every evaluation of a run
-    meets the same random numbers. The interval treats the questions as the sample.
+    meets the same random numbers.
     """
-    device, k = next(model.parameters()).device, config.eval_samples
+    device, count = next(model.parameters()).device, config.eval_samples
     generator, before = torch.Generator(device).manual_seed(config.seed + 1), random_state()
     sampled, greedy = [], []
     for first in range(0, len(task.evaluation), 64):
         examples = task.evaluation[first: first + 64]
-        part = dataclasses.replace(config, group_size=k)
-        sampled.append(collect(model, tokenizer, examples, part, version=0, generator=generator).rewards)
-        part = dataclasses.replace(config, group_size=1, temperature=0.0)
-        greedy.append(collect(model, tokenizer, examples, part, version=0, generator=generator).rewards)
+        for rewards, part in ((sampled, dataclasses.replace(config, group_size=count)),
+                              (greedy, dataclasses.replace(config, group_size=1, temperature=0.0))):
+            rewards.append(collect(model, tokenizer, examples, part, version=0, generator=generator).rewards)
     restore_random(before)  # a reward may have drawn from the global generators
-    sampled, greedy = torch.cat(sampled).double().cpu(), torch.cat(greedy).double().cpu()
-    per_question = sampled.mean(1)
-    half_width = 1.96 * per_question.std().item() / math.sqrt(len(per_question)) if len(per_question) > 1 else math.nan
-    return {"eval_accuracy": per_question.mean().item(), "eval_interval": half_width, "eval_greedy": greedy.mean().item(),
-            f"eval_pass_at_{k}": (sampled.amax(1) > 0).double().mean().item()}
+    sampled, greedy = torch.cat(sampled).double().cpu(), torch.cat(greedy).double().cpu()[:, 0]
+    metrics = {}
+    for name, values in (("accuracy", sampled.mean(1)), ("greedy", greedy)):
+        low, high = interval_95(values)
+        prefix = "eval" if name == "accuracy" else "eval_greedy"
+        metrics |= {f"eval_{name}": values.mean().item(), f"{prefix}_low": low, f"{prefix}_high": high}
+    correct = (sampled >= 1).sum(1).tolist()
+    sizes = sorted({2**i for i in range(1, count.bit_length())} | {count} - {1})
+    return metrics | {f"eval_pass_at_{k}": pass_at_k(correct, samples=count, k=k) for k in sizes}
+
+
+def pass_at_k(correct, *, samples: int, k: int) -> float:
+    """Mean over questions of 1 − C(n−c, k)/C(n, k): the chance that k of n sampled answers hold one of the c right ones.
+
+    Unbiased for every k ≤ n, where 1 − (1 − c/n)^k is too small (arXiv 2107.03374). ValueError unless 1 ≤ k ≤ n.
+    """
+    if not 1 <= k <= samples:
+        raise ValueError(f"pass@k needs 1 ≤ k ≤ {samples}, the number of samples, not k = {k}")
+    return 1 - sum(math.comb(samples - c, k) for c in correct) / (math.comb(samples, k) * len(correct))
+
+
+def interval_95(values) -> tuple[float, float]:
+    """A 95 % interval of the mean of the values, one for each question, (N,).
+
+    The normal interval after adding two 0s and two 1s (Agresti and Coull 1998), or two of the extremes where a reward leaves
+    [0, 1]. Without them 16 wrong answers of 16 would claim an accuracy of 0 ± 0.
+    """
+    least, most = min(0.0, values.min().item()), max(1.0, values.max().item())
+    padded = torch.cat([values.double(), torch.tensor([least, least, most, most], dtype=torch.float64)])
+    half_width = 1.96 * padded.std(correction=0) / math.sqrt(len(padded))
+    return max(least, (padded.mean() - half_width).item()), min(most, (padded.mean() + half_width).item())
+
+
+def evaluation_text(metrics: dict) -> str:
+    """One evaluation in words, with its intervals."""
+    passes = "".join(f", pass@{key.rpartition('_')[2]} {value:.3f}" for key, value in metrics.items() if "pass_at" in key)
+    return (f"{metrics['eval_accuracy']:.3f} (95 % {metrics['eval_low']:.3f}–{metrics['eval_high']:.3f}), greedy "
+            f"{metrics['eval_greedy']:.3f} ({metrics['eval_greedy_low']:.3f}–{metrics['eval_greedy_high']:.3f}){passes}")
+
+
+def evaluate_only(config: Config) -> None:
+    """--eval-only: print the evaluation of --model, and write it to evaluation.json where --out is given."""
+    started, device, task = time.perf_counter(), pick_device(config.device), load_task(config)
+    model, tokenizer = load_model(config.model, device=device, cache_dir=config.cache_dir, task=config.task)
+    task = drop_long_prompts(task, tokenizer, config)
+    metrics = evaluate(model, tokenizer, task, config)
+    if config.out:
+        write_text(pathlib.Path(config.out) / "evaluation.json", json.dumps(metrics, indent=1))
+    print(f"{config.model} on {len(task.evaluation)} questions of {task.name}: accuracy {evaluation_text(metrics)}, "
+          f"in {time.perf_counter() - started:.0f} s")
 
 
 # %% ------------------------------------------------------------------------------------------------------ checkpoint
@@ -1042,10 +1160,16 @@ class RunStopped(Exception):
 
 def clear_run(out: pathlib.Path) -> None:
     """Remove what an earlier run has left in the run directory."""
-    for folder in ("checkpoint", "model"):
+    for folder in ("checkpoint", "model", "tensorboard"):
         discard(out / folder)
     for name in ("curves.png", "samples.jsonl", "metrics.jsonl"):
         (out / name).unlink(missing_ok=True)
+
+
+def store_config(out: pathlib.Path, config: Config) -> None:
+    """config.json: every flag that shapes the run, as --config and --resume read them."""
+    settings = {k: v for k, v in dataclasses.asdict(config).items() if k not in ("resume", "overwrite", "config")}
+    write_text(out / "config.json", json.dumps(settings, indent=1))
 
 
 def append(path: pathlib.Path, *lines: dict) -> None:
@@ -1202,14 +1326,15 @@ def plot_run(history: list, out: pathlib.Path, *, title: str) -> None:
     """curves.png: accuracy, distance to the sampler, clipping and entropy of one run."""
     fig, axes = figure(4, height=3.0, width=3.6)
     plot_series(axes[0], history, "reward", label="training reward", color="0.7", linestyle="-")
-    plot_series(axes[0], history, "eval_accuracy", label="held-out accuracy", color="black", linestyle="-")
+    plot_series(axes[0], history, "eval_accuracy", label="held-out accuracy, 95 %", color="black", linestyle="-")
+    evaluations = [line for line in history if "eval_accuracy" in line]
+    axes[0].fill_between(*([line[key] for line in evaluations] for key in ("step", "eval_low", "eval_high")), color="0.85")
     axes[0].legend()
     for axis, key, name in zip(axes[1:], ("kl_old", "clip_fraction", "entropy"),
                                ("KL(sampler ‖ policy) per token", "share of tokens clipped", "entropy (nats per token)")):
         plot_series(axis, history, key)
         axis.set_title(name)
-    accuracy = [line["eval_accuracy"] for line in history if "eval_accuracy" in line]
-    axes[0].set_title(f"{title}: accuracy {accuracy[0]:.2f} → {accuracy[-1]:.2f}")
+    axes[0].set_title(f"{title}: accuracy {evaluations[0]['eval_accuracy']:.2f} → {evaluations[-1]['eval_accuracy']:.2f}")
     for axis in axes:
         axis.set_xlabel("training step")
         axis.set_ylim(bottom=0)
@@ -1242,20 +1367,38 @@ def plot_comparison(histories: dict, out: pathlib.Path, *, setting: str) -> None
 
 
 def parse_arguments(argv=None) -> Config:
-    """Flags → Config. With --resume, the flags not given keep the values of the run in --out."""
+    """Flags → Config. Flags that are not given come from --config, or with --resume from the run in --out."""
     from transformers import HfArgumentParser
 
+    def fail(message):
+        raise UserError(message)
+
+    width = max(map(len, METRICS))
+    metrics = "\n".join(f"  {name:{width}}  {meaning}" for name, meaning in METRICS.items())
     parser = HfArgumentParser(GROUPS, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                              allow_abbrev=False)
+                              allow_abbrev=False, epilog=f"metrics.jsonl, one line per step:\n{metrics}")
+    parser.error = fail
     argv = sys.argv[1:] if argv is None else argv
-    known, _ = parser.parse_known_args(argv)
-    if known.resume:
-        require(known.out is not None, "--resume needs --out with the directory of the run")
-        try:
-            parser.set_defaults(**json.loads((pathlib.Path(known.out) / "config.json").read_text(encoding="utf-8")))
-        except (OSError, ValueError) as error:
-            raise UserError(f"--resume: cannot read {known.out}/config.json ({error})")
-    return Config(**vars(parser.parse_args(argv)))
+    given = parser.parse_args(argv)
+    require(not given.resume or given.out is not None, "--resume needs --out with the directory of the run")
+    source = pathlib.Path(given.out) / "config.json" if given.resume else given.config
+    if not source:
+        return Config(**vars(given))
+    try:
+        stored = json.loads(pathlib.Path(source).read_text(encoding="utf-8"))
+        stored = [f"--{name}={value}" for name, value in stored.items() if value is not None]
+        run = parser.parse_args(stored)
+    except (OSError, ValueError, AttributeError, UserError) as error:
+        raise UserError(f"{source} is not a file of flags: {one_line(error)}")
+    config = Config(**vars(parser.parse_args([*stored, *argv])))
+    for name in OF_THE_RUN if given.resume else ():
+        require(getattr(config, name) == getattr(run, name), f"--{name.replace('_', '-')} belongs to the run in {given.out}, "
+                f"where it is {getattr(run, name)}; start another run to change it")
+    return config
+
+
+# What a resumed run cannot change without becoming another run.
+OF_THE_RUN = ("model", "task", "reward", "group_size", "prompts_per_step", "sync_interval", "sync_offset", "offline", "seed")
 
 
 def staleness_text(config: Config) -> str:
@@ -1268,9 +1411,10 @@ def main(argv=None) -> None:
     try:
         config = parse_arguments(argv)
         validate(config)
+        if config.eval_only:
+            return evaluate_only(config)
         if config.compare:
-            compare(config)
-            return
+            return compare(config)
         setting = "offline" if config.offline else f"I{config.sync_interval}-m{config.sync_offset}"
         config.out = config.out or f"runs/{config.algorithm}-{pathlib.Path(config.task).stem}-{setting}-seed{config.seed}"
         print_result(train(config), config)
@@ -1286,15 +1430,17 @@ def main(argv=None) -> None:
 
 
 def print_result(result: dict, config: Config) -> None:
-    print(f"{config.algorithm}: accuracy {result['before']:.3f} → {result['after']:.3f} in {result['seconds']:.0f} s, "
-          f"run directory {config.out}")
+    print(f"{config.algorithm}: accuracy {result['before']:.3f} → {result['after']:.3f} (95 % {result['low']:.3f}–"
+          f"{result['high']:.3f}) in {result['seconds']:.0f} s, run directory {config.out}")
 
 
 def compare(config: Config) -> None:
     """Train the rows of --compare one after the other, each in its own folder under --out, and overlay them."""
     out, results = pathlib.Path(config.out or "runs/compare"), {}
+    store_config(out, config)
     for name in config.compare.split(","):
-        run = dataclasses.replace(config, algorithm=name, out=str(out / name), compare=None)
+        run = dataclasses.replace(config, algorithm=name, out=str(out / name), compare=None,
+                                  resume=config.resume and (out / name / "config.json").exists())
         results[name] = train(run)
         print_result(results[name], run)
     histories = {name: read_metrics(out / name) for name in results}
