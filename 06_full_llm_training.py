@@ -821,7 +821,7 @@ def shaped_advantages(rewards, lengths, *, algorithm: Algorithm, generator=None)
 
 def token_weights(mask, *, aggregation: str, tokens: int | None = None, sequences: int | None = None):
     """N: the weight of each token in the named mean, (B, T). Micro-batches and ranks pass the totals of the whole batch."""
-    tokens, sequences = tokens or mask.sum(), sequences or mask.shape[0]
+    tokens, sequences = tokens or mask.sum().clamp(min=1), sequences or mask.shape[0]
     lengths = mask.sum(1, keepdim=True).clamp(min=1)
     weight = {"token-mean": 1.0 / tokens, "seq-mean-token-mean": 1.0 / (sequences * lengths)}[aggregation]
     return mask * weight
@@ -849,7 +849,7 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, *, algorithm, eps_low=
     weight = ratio if row.importance_sampling else 1.0
     per_token = -torch.where(keep, weight * advantages, 0.0) * logprobs
     per_token = per_token + row.tau / 2 * log_ratio**2 - row.beta * log_ratio
-    weights = token_weights(mask, aggregation=row.aggregation) if weights is None else weights
+    weights = token_weights(mask.to(logprobs.dtype), aggregation=row.aggregation) if weights is None else weights
     loss = (weights * torch.where(mask, per_token, 0.0)).sum()
 
     with torch.no_grad():

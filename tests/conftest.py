@@ -50,6 +50,49 @@ def build_digit_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
 
+def build_bigram(logits):
+    """A Llama whose next-token logits are row `token` of the (V, V) table, whatever came before: one layer that adds nothing."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    size = len(logits)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=size, hidden_size=size, intermediate_size=4, num_hidden_layers=1,
+                                         num_attention_heads=1, num_key_value_heads=1, head_dim=4, rms_norm_eps=1e-12,
+                                         bos_token_id=None, eos_token_id=None, pad_token_id=None, tie_word_embeddings=False))
+    with torch.no_grad():
+        layer = model.model.layers[0]
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+        model.model.embed_tokens.weight.copy_(torch.eye(size))
+        model.lm_head.weight.copy_(torch.as_tensor(logits).T / size**0.5)  # the norm has scaled e_token to √V · e_token
+    return model.eval()
+
+
+@pytest.fixture
+def bigram():
+    """{(token, next): log-probability} → a model with exactly these; what is left is spread over the other tokens."""
+    def build(logprobs, vocab_size=10):
+        import torch
+
+        table = torch.zeros(vocab_size, vocab_size, dtype=torch.float64)
+        for token in range(vocab_size):
+            given = {b: p for (a, b), p in logprobs.items() if a == token}
+            left = 1 - torch.tensor(list(given.values()), dtype=torch.float64).exp().sum()
+            table[token] = (left.clamp(min=1e-12) / max(1, vocab_size - len(given))).log()
+            for b, p in given.items():
+                table[token, b] = p
+        return build_bigram(table)
+    return build
+
+
+@pytest.fixture
+def fixed_logits():
+    """[l₀, l₁, …] → a model with these next-token logits after every token."""
+    def build(logits):
+        return build_bigram([list(logits)] * len(logits))
+    return build
+
+
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory):
     """(model folder, jsonl task, flags) of the smallest run that has something to learn: seconds, not minutes.

@@ -1,0 +1,209 @@
+"""Lesson 06, log-probabilities and their masks: against a full float64 log-softmax of each response on its own.
+
+The reference never pads, caches, shares a prompt, or cuts the vocabulary into chunks; it runs one row at a time.
+"""
+
+import importlib
+
+import pytest
+import torch
+from conftest import build_model
+
+lm = importlib.import_module("06_full_llm_training")
+torch.set_num_threads(1)
+VOCABULARY = 50
+PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 10, 11], [12]]
+RESPONSES = [[[20, 21, 22, 2], [23, 2]], [[24, 25, 26, 27], [2]], [[28, 29, 2], [30, 31, 32, 33]]]  # 2 is EOS; 27, 33 cut
+KINDS = ["gpt2", "llama", "qwen2"]
+
+
+@pytest.fixture(scope="module")
+def models():
+    return {kind: build_model(kind, vocab_size=VOCABULARY, **({"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+                                                              if kind == "gpt2" else {})).double() for kind in KINDS}
+
+
+def padded(prompts=PROMPTS, responses=RESPONSES, *, left=0, right=0, pad=0):
+    """(prompt, prompt mask, completion, mask); `left` and `right` add that many more pads than the batch needs."""
+    flat = [response for group in responses for response in group]
+    width, length = max(map(len, prompts)) + left, max(map(len, flat)) + right
+    prompt = torch.tensor([[pad] * (width - len(p)) + p for p in prompts])
+    prompt_mask = torch.tensor([[False] * (width - len(p)) + [True] * len(p) for p in prompts])
+    completion = torch.tensor([r + [pad] * (length - len(r)) for r in flat])
+    mask = torch.tensor([[True] * len(r) + [False] * (length - len(r)) for r in flat])
+    return prompt, prompt_mask, completion, mask
+
+
+def reference_row(model, prompt, response, temperature=1.0):
+    """log-softmax over the whole vocabulary, row P−1+t predicting response token t, and the entropies there."""
+    logits = model(input_ids=torch.tensor([prompt + response])).logits[0].double() / temperature
+    logprobs = torch.log_softmax(logits, -1)
+    start = len(prompt) - 1
+    chosen = torch.stack([logprobs[start + t, token] for t, token in enumerate(response)])
+    every = logprobs[start: start + len(response)]
+    return chosen, -(every.exp() * every).sum(-1)
+
+
+def reference(model, prompts=PROMPTS, responses=RESPONSES, temperature=1.0):
+    return [reference_row(model, p, r, temperature) for p, group in zip(prompts, responses) for r in group]
+
+
+def gradients(model, scalar):
+    model.zero_grad()
+    scalar.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def assert_equal_to_reference(found, expected, mask, tolerance=1e-5):
+    for row, keep, chosen in zip(found, mask, expected):
+        assert torch.allclose(row[keep].double(), chosen.double(), atol=tolerance, rtol=0)
+        assert (row[~keep] == 0).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("temperature", [1.0, .7, 2.0])
+@pytest.mark.parametrize("chunk_size", [None, 1, 5])
+def test_values_and_gradients_are_the_full_softmaxes(models, kind, temperature, chunk_size):
+    """Two responses to each of three left-padded prompts of unequal length, in chunks or not."""
+    model = models[kind]
+    prompt, prompt_mask, completion, mask = padded()
+    logprobs, entropy = lm.token_logprobs(model, prompt, completion, prompt_mask=prompt_mask, mask=mask,
+                                          temperature=temperature, chunk_size=chunk_size)
+    expected = reference(model, temperature=temperature)
+    assert logprobs.dtype == entropy.dtype == torch.float32 and logprobs.shape == completion.shape
+    assert_equal_to_reference(logprobs, [c for c, _ in expected], mask)
+    assert_equal_to_reference(entropy, [e for _, e in expected], mask)
+    assert not entropy.requires_grad
+
+    weights = torch.randn(completion.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    found = gradients(model, (logprobs * weights).sum())
+    right = gradients(model, sum((c * w[: len(c)]).sum() for (c, _), w in zip(expected, weights)))
+    for name in right:
+        scale = right[name].abs().max().clamp(min=1e-3)
+        assert (found[name] - right[name]).abs().max() / scale < 1e-5, name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("left, right, pad", [(0, 0, 7), (1, 0, 0), (3, 2, 0), (8, 5, 2)])
+def test_pads_change_nothing(models, kind, left, right, pad):
+    """C32: 0, 1, 3 or 8 more left pads, more right pads, and pads that share an id with EOS or with a word."""
+    prompt, prompt_mask, completion, mask = padded(left=left, right=right, pad=pad)
+    with torch.no_grad():
+        logprobs, _ = lm.token_logprobs(models[kind], prompt, completion, prompt_mask=prompt_mask, mask=mask)
+        assert_equal_to_reference(logprobs, [c for c, _ in reference(models[kind])], mask)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_masked_tokens_have_no_gradient_and_no_influence(models, kind):
+    model = models[kind]
+    prompt, prompt_mask, completion, mask = padded(right=2)
+    garbage = torch.where(mask, completion, 41)
+    first, second = (lm.token_logprobs(model, prompt, tokens, prompt_mask=prompt_mask, mask=mask)[0]
+                     for tokens in (completion, garbage))
+    assert torch.allclose(first, second, atol=1e-6)
+    ones, others = gradients(model, first.sum()), gradients(model, second.sum())
+    assert all(torch.allclose(ones[n], others[n], atol=1e-5 * max(1, float(ones[n].abs().max()))) for n in ones)
+
+
+def test_one_token_responses_need_no_second_pass(models):
+    prompt, prompt_mask, completion, mask = padded(responses=[[[20], [2]], [[21], [22]], [[2], [23]]])
+    logprobs, _ = lm.token_logprobs(models["gpt2"], prompt, completion, prompt_mask=prompt_mask, mask=mask)
+    expected = reference(models["gpt2"], responses=[[[20], [2]], [[21], [22]], [[2], [23]]])
+    assert_equal_to_reference(logprobs, [c for c, _ in expected], mask)
+
+
+def test_without_masks_everything_is_real(models):
+    prompt, completion = torch.tensor([[3, 4, 5], [6, 7, 8]]), torch.tensor([[20, 21], [22, 23], [24, 25], [26, 27]])
+    logprobs, _ = lm.token_logprobs(models["llama"], prompt, completion)
+    expected = reference(models["llama"], [[3, 4, 5], [6, 7, 8]], [[[20, 21], [22, 23]], [[24, 25], [26, 27]]])
+    assert_equal_to_reference(logprobs, [c for c, _ in expected], torch.ones_like(completion).bool())
+
+
+def test_responses_that_do_not_divide_evenly_are_refused(models):
+    with pytest.raises(ValueError, match="3 completions .* 2 prompts"):
+        lm.token_logprobs(models["llama"], torch.ones(2, 3, dtype=torch.long), torch.ones(3, 2, dtype=torch.long))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_groups_belong_to_consecutive_rows(models, kind):
+    """C05: rows p·K … are prompt p's. With responses that are all alike only the prompt tells the rows apart."""
+    prompt, prompt_mask, completion, mask = padded(responses=[[[20, 21]] * 3] * 3)
+    logprobs, _ = lm.token_logprobs(models[kind], prompt, completion, prompt_mask=prompt_mask, mask=mask)
+    expected = [reference_row(models[kind], p, [20, 21])[0] for p in PROMPTS for _ in range(3)]
+    assert_equal_to_reference(logprobs, expected, mask)
+    assert (logprobs[0] - logprobs[3]).abs().max() > 1e-2
+
+
+def test_c31_the_row_before_a_token_predicts_it(bigram):
+    """ids [5, 6 | 7, 8, 2]: log-probs of the NEXT token at rows 0 … 3 are −.1 … −.4. Right: −.2, −.3, −.4."""
+    model = bigram({(5, 6): -.1, (6, 7): -.2, (7, 8): -.3, (8, 2): -.4})
+    logprobs, _ = lm.token_logprobs(model, torch.tensor([[5, 6]]), torch.tensor([[7, 8, 2]]))
+    assert logprobs[0].tolist() == pytest.approx([-.2, -.3, -.4], abs=1e-5)
+    assert logprobs.sum().item() == pytest.approx(-.9, abs=1e-5)
+
+
+# log-softmax([2, 1, 0] / T), worked by hand; T = 1: log(e² + e + 1) = 2.4076060.
+C27 = {1.0: [-.4076060, -1.4076060, -2.4076060], .5: [-.1429316, -2.1429316, -4.1429316],
+       .9: [-.3629479, -1.4740591, -2.5851702]}
+
+
+@pytest.mark.parametrize("temperature", C27)
+def test_c27_temperature_divides_the_logits(fixed_logits, temperature):
+    model = fixed_logits([2.0, 1.0, 0.0])
+    completion = torch.tensor([[0], [1], [2]])
+    logprobs, _ = lm.token_logprobs(model, torch.tensor([[0]]), completion, temperature=temperature)
+    assert logprobs[:, 0].tolist() == pytest.approx(C27[temperature], abs=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [.5, .9, 1.0, 1.7])
+def test_c27_on_policy_ratios_are_one_at_every_temperature(fixed_logits, temperature):
+    model = fixed_logits([2.0, 1.0, 0.0])
+    prompt = torch.tensor([[0]])
+    tokens, mask, old = lm.generate(model, prompt, torch.ones(1, 1).bool(), group_size=400, max_new_tokens=1,
+                                    temperature=temperature, eos_ids={2}, pad_id=0,
+                                    generator=torch.Generator().manual_seed(0))
+    logprobs, _ = lm.token_logprobs(model, prompt, tokens, mask=mask, temperature=temperature)
+    assert set(tokens.flatten().tolist()) == {0, 1, 2}
+    assert ((logprobs - old).exp() - 1).abs().max() < 1e-5
+    if temperature == .5:  # training at 1 what was sampled at .5 is off by the ratios .7675 and 5.6708, silently
+        wrong = (lm.token_logprobs(model, prompt, tokens, mask=mask)[0] - old).exp()
+        assert wrong[tokens == 0][0].item() == pytest.approx(.7675, abs=1e-4)
+        assert wrong[tokens == 2][0].item() == pytest.approx(5.6708, abs=1e-4)
+
+
+def test_backward_keeps_no_logits(models):
+    """C30's memory, counted: with chunks no tensor saved for backward has more than chunk × V elements of logits."""
+    prompt, prompt_mask, completion, mask = padded()
+    largest = []
+
+    def pack(tensor):
+        largest.append(tensor.numel() if VOCABULARY in tensor.shape[-1:] and tensor.dim() == 2 else 0)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        lm.token_logprobs(models["llama"], prompt, completion, prompt_mask=prompt_mask, mask=mask, chunk_size=3)
+    assert max(largest) <= 32 * VOCABULARY  # the head's own weight may be saved, the (18, V) logits may not
+
+
+# ------------------------------------------------------------------------------------------------- completion mask
+
+
+@pytest.mark.parametrize("tokens, eos_ids, expected", [
+    ([7, 8, 2, 2, 2], {2}, [1, 1, 1, 0, 0]),   # C35: pad = EOS = 2; the first EOS is trained on
+    ([7, 8, 9, 4, 5], {2}, [1, 1, 1, 1, 1]),   # C35: cut
+    ([2, 2, 2, 2, 2], {2}, [1, 0, 0, 0, 0]),   # C35: an empty answer still has its EOS
+    ([7, 8, 9, 0, 0], {9, 2}, [1, 1, 1, 0, 0]),  # C37: generation stops on 9 too
+    ([7, 2, 9, 7, 2], {9, 2}, [1, 1, 0, 0, 0]),  # whichever comes first
+    ([7, 2, 7, 2, 7], {2}, [1, 1, 0, 0, 0]),   # what follows an EOS stays out, whatever it is
+    ([7, 8, 9, 4, 5], set(), [1, 1, 1, 1, 1]),  # no EOS at all
+])
+def test_completion_mask(tokens, eos_ids, expected):
+    mask = lm.completion_mask(torch.tensor([tokens, tokens[::-1]]), eos_ids=eos_ids)
+    assert mask.dtype == torch.bool and mask.shape == (2, 5)
+    assert mask[0].int().tolist() == expected
+
+
+def test_completion_mask_takes_any_collection_of_ids():
+    tokens = torch.tensor([[7, 9, 2, 1]])
+    for ids in ({9, 2}, [2, 9], (9,)):
+        assert lm.completion_mask(tokens, eos_ids=ids).int().tolist() == [[1, 1, 0, 0]]
