@@ -1012,7 +1012,7 @@ def figure_own_data(directory, expert):
     left.legend()
     for name, path in expert.items():
         right.plot(path.prod(-1), label=name)
-    right.set(title="One right answer in a batch of near misses", xlabel="update on the same 8 responses",
+    right.set(title="One right answer among near misses: weights imitate it", xlabel="update on the same 8 responses",
               ylabel="probability of the right response", ylim=(0, 1.02))
     right.annotate("¼: the shared method is not learned", (200, 0.17), ha="right", color="0.4")
     right.legend(loc="center right")
@@ -1021,19 +1021,19 @@ def figure_own_data(directory, expert):
 
 def figure_shaped_bandit(directory, paths):
     """Left: where RED-Weight ends for each T. Middle and right: J and entropy on the way."""
-    fig, (left, middle, right) = figure(3, width=3.9)
+    fig, (left, middle, right) = figure(3, width=3.3, height=2.8)
     temperatures = torch.logspace(-1.3, 0.5, 200, dtype=torch.float64)
     limits = torch.stack([red_weight_limit(BEHAVIOUR, REWARDS, temperature=float(t)) for t in temperatures])
     left.plot(temperatures, limits)
-    for text, place in (("arm 1, reward 0", (0.09, 0.03)), ("arm 2, reward .8", (0.13, 0.82)),
-                        ("arm 3, reward 1", (0.1, 0.19))):
+    for text, place in (("arm 1, reward 0", (0.09, 0.03)), ("arm 2, reward .8", (0.11, 0.86)),
+                        ("arm 3, reward 1", (0.09, 0.14))):
         left.annotate(text, place)
     for name, path in paths.items():
         if name.startswith("RED-Weight"):
             left.plot([float(name.split()[-1])] * 3, torch.softmax(path[-1], -1), "ok", markersize=4, zorder=3)
-    left.annotate("dots: trained", (0.37, 0.47), color="0.4")
+    left.annotate("dots: trained", (0.4, 0.47), color="0.4", fontsize=8)
     left.axvline(1 / math.log(87 / 42), color="0.6", linewidth=1, linestyle="-")
-    left.annotate("T = 1.37", (1.45, 0.5), color="0.4")
+    left.annotate("T = 1.37", (1.45, 0.75), color="0.4", fontsize=8)
     ticks = [0.1, 0.3, 1, 3]
     left.set(title="RED-Weight: a low T saves the right arm", xscale="log", xlabel="temperature T of exp(A/T)",
              ylabel="probability in the end", xticks=ticks, xticklabels=ticks)
@@ -1051,18 +1051,21 @@ def figure_shaped_bandit(directory, paths):
 
 
 def figure_shaped_world(directory, curves):
-    """J along the training, mean over seeds with its 95 % band, one panel per setting."""
+    """J along the training, mean over seeds, one panel per setting; at the right its 95 % interval at the end."""
     shown = ["REINFORCE", "GRPO", "RED-Drop", "RED-Weight T = 1", "RED-Weight T = .3", "RED-Weight T = 1, clipped"]
-    fig, axes = figure(len(curves), width=3.1, height=3.2, sharey=True)
+    fig, axes = figure(len(curves), width=2.35, height=2.65, sharey=True)
     for axis, (setting, methods) in zip(axes, curves.items()):
-        for name in shown:
+        for place, name in enumerate(shown):
             mean, low, high = interval(methods[name].T)
-            (line,) = axis.plot(mean, label=name)
-            axis.fill_between(range(len(mean)), low, high, color=line.get_color(), alpha=0.15, linewidth=0)
-        axis.set(title=setting, xlabel="training step")
+            steps = len(mean) - 1
+            (line,) = axis.plot(range(0, steps + 1, 4), mean[::4], label=name)
+            end = steps * (1.04 + 0.04 * place)
+            axis.plot([end, end], [low[-1], high[-1]], color=line.get_color(), linestyle="-", linewidth=2.5)
+        axis.set(title=setting, xlabel="training step", xticks=[0, steps // 2, steps])
     axes[0].set(ylabel="exact J", ylim=(0.2, 1.0))
     fig.suptitle("On stale data RED-Weight keeps what REINFORCE and RED-Drop lose; on fresh data it buys nothing")
-    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize=8, columnspacing=1.2,
+               title="lines: mean over seeds; bars: its 95 % interval at the end")
     return save_figure(fig, directory, "05_stale_world")
 
 
