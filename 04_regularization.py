@@ -819,7 +819,7 @@ def claims_staleness(claims):
           measured=sum(staleness(n, sync_interval=20, sync_offset=0) for n in range(1, 101)) / 100)
 
 
-def claims_friends(claims):
+def claims_mask_friends(claims):
     ratio = torch.tensor([1.25, 1.3], dtype=torch.float64)
     one = torch.tensor(1.0)
     higher = clip_mask(ratio, one, clip="one_side", eps_high=0.28).double()
@@ -1031,7 +1031,7 @@ def main(argv=None):
     claims_penalties(claims, generator)
     claims_limits(claims, ends)
     claims_staleness(claims)
-    claims_friends(claims)
+    claims_mask_friends(claims)
     claims_stale_world(claims, runs, names, by_sharing)
     figure_gradient_weight(args.out)
     figure_bandit(ends, args.out)
