@@ -160,7 +160,9 @@ def test_leading_dimensions_are_separate_groups():
     for i, j in itertools.product(range(2), range(4)):
         group = [x[i, j].tolist() for x in (new, old, rewards)]
         close(loss[i, j], pairwise_by_loops(*group, 0.7, weights=weights[i, j].tolist()))
-    assert lesson.group_reinforce_loss(new, rewards).shape == (2, 4)
+        mean = sum(group[2]) / 5
+        reinforce = -sum((r - mean) * v for v, r in zip(group[0], group[2])) / 5
+        close(lesson.group_reinforce_loss(new, rewards)[i, j], reinforce)
 
 
 def test_the_anchor_is_a_constant():
@@ -395,7 +397,7 @@ def test_drift_is_the_mean_update_from_any_policy(behaviour, rewards, theta):
 
 
 @pytest.mark.parametrize("group_size", [2, 3, 4])
-@pytest.mark.parametrize("probs", [[1 / 3] * 3, [0.7, 0.1, 0.2]])
+@pytest.mark.parametrize("probs", [[Fraction(1, 3)] * 3, [Fraction(7, 10), Fraction(1, 10), Fraction(2, 10)]])
 def test_mean_group_update_over_every_group(group_size, probs):
     """In exact fractions: the group mean gives (K−1)/K of c, leaving the response out gives c, at any π_θ."""
     data = [Fraction(3, 10), Fraction(6, 10), Fraction(1, 10)]
@@ -404,13 +406,14 @@ def test_mean_group_update_over_every_group(group_size, probs):
     for group in itertools.product(range(3), repeat=group_size):
         chance = math.prod(data[y] for y in group)
         total = sum(rewards[y] for y in group)
-        for y in group:  # the π_θ part of the score meets Σ A = 0 in both cases
-            mean[y] += chance * (rewards[y] - total / group_size) / group_size
-            loo[y] += chance * (rewards[y] - (total - rewards[y]) / (group_size - 1)) / group_size
+        for y, arm in itertools.product(group, range(3)):
+            score = (arm == y) - probs[arm]
+            mean[arm] += chance * (rewards[y] - total / group_size) / group_size * score
+            loo[arm] += chance * (rewards[y] - (total - rewards[y]) / (group_size - 1)) / group_size * score
     assert loo == [Fraction(-174, 1000), Fraction(132, 1000), Fraction(42, 1000)]
     assert mean == [Fraction(group_size - 1, group_size) * c for c in loo]
     for leave_one_out, expected in ((False, mean), (True, loo)):
-        update = lesson.mean_group_update(vector(*probs), vector(*BEHAVIOUR), vector(*REWARDS), group_size=group_size,
+        update = lesson.mean_group_update(vector(*BEHAVIOUR), vector(*REWARDS), group_size=group_size,
                                           leave_one_out=leave_one_out)
         close(update, [float(e) for e in expected], 1e-14)
 
