@@ -296,7 +296,7 @@ def read_jsonl(path) -> list:
 
 
 def load_model(name: str, *, device, cache_dir=None, task: str = "addition"):
-    """(model, tokenizer) in float32, dropout off, with a pad token. `name`: tiny, hub name, directory or .gguf file."""
+    """(model, tokenizer) in float32 and eval mode, with a pad token. `name`: tiny, hub name, directory or .gguf file."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
@@ -321,13 +321,11 @@ def load_model(name: str, *, device, cache_dir=None, task: str = "addition"):
         plain.load_state_dict(model.state_dict())
         plain.tie_weights()
         model = plain
-    if tokenizer.pad_token_id is None:
+    known = range(model.get_input_embeddings().num_embeddings)  # some tokenizer classes invent a pad id beyond it
+    if tokenizer.pad_token_id not in known:
         tokenizer.pad_token = tokenizer.eos_token  # harmless: every mask here comes from lengths, never from the pad id
-    for module in model.modules():  # dropout would make the trainer's log-probabilities differ from the sampler's
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
+    require(tokenizer.pad_token_id in known, f"--model {path}: its tokenizer has neither a pad nor an end-of-text token that "
+            "the model knows; name one in tokenizer_config.json")
     return model.to(device).eval(), tokenizer
 
 
@@ -460,7 +458,22 @@ def forward_parameters(model_class) -> frozenset:
     return frozenset(inspect.signature(model_class.forward).parameters)
 
 
+def in_eval_mode(function):
+    """Run function(model, …) in eval mode and leave the model as it was: dropout would make the trainer's log-probabilities
+    differ from the sampler's, and a model that checkpoints its gradients drops the cache in training mode."""
+    @functools.wraps(function)
+    def wrapped(model, *args, **kwargs):
+        was_training = model.training
+        model.eval()
+        try:
+            return function(model, *args, **kwargs)
+        finally:
+            model.train(was_training)
+    return wrapped
+
+
 @torch.no_grad()
+@in_eval_mode
 def generate(model, prompt, prompt_mask, *, group_size: int, max_new_tokens: int, temperature: float, eos_ids, pad_id: int,
              generator):
     """Sample `group_size` responses to each prompt from exactly softmax(logits / temperature); temperature 0 is greedy.
@@ -568,6 +581,7 @@ def decode(tokenizer, tokens, mask) -> list:
 # %% ----------------------------------------------------------------------------------------------- log-probabilities
 
 
+@in_eval_mode
 def token_logprobs(model, prompt, completion, *, prompt_mask=None, mask=None, temperature: float = 1.0, chunk_size=None):
     """log π_θ of each completion token and the policy's entropy there: two (B, T) float32 tensors, 0 where mask is False.
 
