@@ -317,6 +317,8 @@ def load_model(name: str, *, device, cache_dir=None, task: str = "addition"):
         raise UserError(f"--model {name} is neither 'tiny', a model directory, a .gguf file, nor reachable on the hub: "
                         f"{one_line(error)}")
     if options:  # weights read from a .gguf cannot be saved again until they sit in an ordinary model
+        if hasattr(model.config, "quantization_config"):  # they were expanded to float32
+            del model.config.quantization_config
         plain = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
         plain.load_state_dict(model.state_dict())
         plain.tie_weights()
