@@ -79,6 +79,7 @@ class AlgorithmOptions:
     tau: float | None = option(None, "strength of the squared log-ratio penalty, (τ/2)·d² per token (OPMD)", "the row's")
     beta: float | None = option(None, "strength of the forward-KL penalty, in nats per token (AsymRE)", "the row's")
     weight_temperature: float | None = option(None, "temperature T of RED-Weight's exp(A/T), in units of reward", "the row's")
+    weight_cap: float | None = option(None, "largest importance weight (CISPO, TIS, TOPR, TIC-GRPO)", "the row's")
 
 
 @dataclass(kw_only=True)
@@ -193,7 +194,7 @@ def validate(config: Config) -> None:
     for name in ("steps", "prompts_per_step", "max_new_tokens", "micro_batch_tokens", "eval_every", "eval_questions",
                  "eval_samples", "save_every", "max_prompt_tokens"):
         require(getattr(config, name) >= 1, f"--{name.replace('_', '-')} is {getattr(config, name)}; it must be at least 1")
-    for name in ("learning_rate", "max_grad_norm", "temperature", "weight_temperature"):
+    for name in ("learning_rate", "max_grad_norm", "temperature", "weight_temperature", "weight_cap"):
         value = getattr(config, name)
         require(value is None or 0 < value < math.inf, f"--{name.replace('_', '-')} is {value}; it must be positive and finite")
     for name in ("eps_low", "eps_high", "outer_low", "outer_high", "tau", "beta"):
@@ -640,7 +641,9 @@ def _chosen_logprobs(head, states, targets, *, temperature):
 @dataclass(frozen=True)
 class Algorithm:
     """One row of the family: what it chooses for A, M, W, R and N. Fields left alone are plain REINFORCE with a group mean."""
+    baseline: str = "group"             # A: group | leave-one-out | batch | virtual (the group and one more response, a right one)
     std_normalize: bool = False         # A: divide by the group's standard deviation (ddof 0, + 1e-6)
+    per_token_reward: bool = False      # A: made from r/|y| in place of r
     shaping: str = "none"               # A: none | drop (RED-Drop) | weight (RED-Weight) | adaptive-weight
     weight_temperature: float = 1.0     # A: T of exp(A/T)
     clip: str = "none"                  # M: none | one_side | two_side | ring
@@ -648,26 +651,27 @@ class Algorithm:
     eps_high: float = 0.2               # M
     outer_low: float = 0.6              # M: ring only
     outer_high: float = 2.0             # M: ring only
-    level: str = "token"                # M, W: the ratio of a token, or of a sequence (geometric mean over its tokens)
-    importance_sampling: bool = False   # W: the detached ratio, else 1
+    level: str = "token"                # M, W: the ratio ρ of a token | sequence (its geometric mean) | trajectory (its product)
+    weight: str = "one"                 # W: one | ratio | ratio-if-worse (where A < 0) | capped-mean (GMPO)
+    weight_cap: float = math.inf        # W: min(ρ, cap) in place of ρ
     tau: float = 0.0                    # R: (τ/2)·d², d = log π_θ − log π_old, per token (OPMD)
     beta: float = 0.0                   # R: β·(log π_old − log π_θ), per token (AsymRE's forward KL)
-    aggregation: str = "token-mean"     # N: token-mean | seq-mean-token-mean
+    aggregation: str = "token-mean"     # N: token-mean | seq-mean-token-mean | seq-mean-token-sum | constant
     source: str = ""
 
 
 PAPER = "arXiv 2509.24203"
 ALGORITHMS = {
     "reinforce": Algorithm(source="Williams 1992, with the group mean as baseline"),
-    "reinforce-is": Algorithm(importance_sampling=True, source="unclipped token-level importance sampling"),
-    "grpo": Algorithm(std_normalize=True, clip="one_side", importance_sampling=True, source="arXiv 2402.03300, no KL term"),
-    "rec-oneside-is": Algorithm(clip="one_side", importance_sampling=True, source=PAPER),
+    "reinforce-is": Algorithm(weight="ratio", source="unclipped token-level importance sampling"),
+    "grpo": Algorithm(std_normalize=True, clip="one_side", weight="ratio", source="arXiv 2402.03300, no KL term"),
+    "rec-oneside-is": Algorithm(clip="one_side", weight="ratio", source=PAPER),
     "rec-oneside-nois": Algorithm(clip="one_side", source=PAPER),
-    "rec-twoside-is": Algorithm(clip="two_side", importance_sampling=True, source=PAPER),
+    "rec-twoside-is": Algorithm(clip="two_side", weight="ratio", source=PAPER),
     "rec-twoside-nois": Algorithm(clip="two_side", source=PAPER),
-    "rec-ring-is": Algorithm(clip="ring", importance_sampling=True, source=PAPER),
+    "rec-ring-is": Algorithm(clip="ring", weight="ratio", source=PAPER),
     "rec-ring-nois": Algorithm(clip="ring", source=PAPER),
-    "rec-gspo-is": Algorithm(clip="one_side", eps_low=3e-4, eps_high=4e-4, level="sequence", importance_sampling=True,
+    "rec-gspo-is": Algorithm(clip="one_side", eps_low=3e-4, eps_high=4e-4, level="sequence", weight="ratio",
                              aggregation="seq-mean-token-mean", source=PAPER),
     "rec-gspo-nois": Algorithm(clip="one_side", eps_low=3e-4, eps_high=4e-4, level="sequence",
                                aggregation="seq-mean-token-mean", source=PAPER),
@@ -677,6 +681,22 @@ ALGORITHMS = {
     "red-weight": Algorithm(shaping="weight", source=PAPER),
     "red-weight-oneside": Algorithm(shaping="weight", clip="one_side", source=PAPER),
     "red-weight-adaptive": Algorithm(shaping="adaptive-weight", source="arXiv 2606.20002"),
+    # The friends. What their papers leave open is our reading: lessons 02, 04 and 05 say where.
+    "rloo": Algorithm(baseline="leave-one-out", source="arXiv 2402.14740"),
+    "dr-grpo": Algorithm(clip="one_side", weight="ratio", aggregation="constant", source="arXiv 2503.20783"),
+    "gspo": Algorithm(std_normalize=True, clip="one_side", eps_low=3e-4, eps_high=4e-4, level="sequence", weight="ratio",
+                      aggregation="seq-mean-token-mean", source="arXiv 2507.18071"),
+    "cispo": Algorithm(std_normalize=True, weight="ratio", weight_cap=1.2, source="arXiv 2506.13585"),
+    "gmpo": Algorithm(std_normalize=True, clip="one_side", eps_low=1 - math.exp(-0.4), eps_high=math.exp(0.4) - 1,
+                      weight="capped-mean", aggregation="seq-mean-token-mean", source="arXiv 2507.20673"),
+    "tis": Algorithm(weight="ratio", weight_cap=2.0, source="truncated importance sampling, Ionides 2008"),
+    "topr": Algorithm(level="trajectory", weight="ratio-if-worse", weight_cap=1.0, aggregation="seq-mean-token-sum",
+                      source="arXiv 2503.14286"),
+    "reinforce-plus-plus": Algorithm(baseline="batch", clip="one_side", weight="ratio", source="arXiv 2501.03262"),
+    "ngrpo": Algorithm(baseline="virtual", clip="one_side", eps_low=0.16, eps_high=0.24, weight="ratio",
+                       source="arXiv 2509.18851"),
+    "tic-grpo": Algorithm(std_normalize=True, per_token_reward=True, level="trajectory", weight="ratio", weight_cap=1.2,
+                          aggregation="seq-mean-token-sum", source="arXiv 2508.02833"),
 }
 
 
@@ -821,11 +841,33 @@ def adaptive_temperature(advantages, lengths, *, low=0.8, high=100.0):
     return float(high)
 
 
+def batch_whitened_advantages(rewards, *, eps=1e-6):
+    """REINFORCE++: one mean and one standard deviation for the whole batch, (..., K) → (..., K); lesson 02 explains it."""
+    return group_advantages(rewards.reshape(-1), std_normalize=True, eps=eps).view(rewards.shape)
+
+
+def ngrpo_advantages(rewards, *, max_reward=1.0, eps=1e-6):
+    """NGRPO: each group normalised together with one virtual right response, (..., K) → (..., K); lesson 02 explains it."""
+    if (rewards > max_reward).any():
+        raise ValueError(f"max_reward must be the largest possible reward, but {rewards.max():g} > {max_reward:g}")
+    pool = torch.cat([rewards, torch.full_like(rewards[..., :1], max_reward)], -1)
+    advantages = (rewards - pool.mean(-1, keepdim=True)) / (pool.std(-1, correction=1, keepdim=True) + eps)
+    flat = pool.amax(-1, keepdim=True) == pool.amin(-1, keepdim=True)
+    return torch.where(flat, torch.zeros_like(advantages), advantages)
+
+
 def shaped_advantages(rewards, lengths, *, algorithm: Algorithm, generator=None):
     """A of the row: (P, K) rewards and response lengths → (P, K) advantages, with RED's dropping or weighting put in."""
+    if algorithm.per_token_reward:
+        rewards = rewards / lengths
     if algorithm.shaping == "drop":
         return red_drop(rewards, generator=generator)[0]
-    advantages = group_advantages(rewards, std_normalize=algorithm.std_normalize)
+    if algorithm.baseline == "batch":
+        return batch_whitened_advantages(rewards)
+    if algorithm.baseline == "virtual":
+        return ngrpo_advantages(rewards, max_reward=max(1.0, rewards.max().item()))  # a reward of the user's may exceed 1
+    advantages = group_advantages(rewards, leave_one_out=algorithm.baseline == "leave-one-out",
+                                  std_normalize=algorithm.std_normalize)
     if algorithm.shaping == "weight":
         advantages = advantages * red_weight(advantages, temperature=algorithm.weight_temperature)
     if algorithm.shaping == "adaptive-weight":
@@ -835,37 +877,61 @@ def shaped_advantages(rewards, lengths, *, algorithm: Algorithm, generator=None)
     return advantages
 
 
-def token_weights(mask, *, aggregation: str, tokens: int | None = None, sequences: int | None = None):
-    """N: the weight of each token in the named mean, (B, T). Micro-batches and ranks pass the totals of the whole batch."""
+def token_weights(mask, *, aggregation: str, tokens: int | None = None, sequences: int | None = None, constant=None):
+    """N: the weight of each token in the named mean, (B, T). Micro-batches and ranks pass the totals of the whole batch.
+
+    constant: the fixed token budget of a response that aggregation "constant" (Dr. GRPO) divides by, in place of its length.
+    """
+    if aggregation == "constant" and not constant:
+        raise ValueError("aggregation 'constant' needs constant, a token budget such as the longest allowed response")
     tokens, sequences = tokens or mask.sum().clamp(min=1), sequences or mask.shape[0]
     lengths = mask.sum(1, keepdim=True).clamp(min=1)
-    weight = {"token-mean": 1.0 / tokens, "seq-mean-token-mean": 1.0 / (sequences * lengths)}[aggregation]
-    return mask * weight
+    denominator = {"token-mean": tokens, "seq-mean-token-mean": sequences * lengths, "seq-mean-token-sum": sequences,
+                   "constant": sequences * (constant or 1)}[aggregation]
+    return mask * (1.0 / denominator)
+
+
+def policy_ratio(log_ratio, mask, *, level: str):
+    """ρ that masks and weighs a token, detached, (B, T): the token's own, or one for all tokens of the response."""
+    log_ratio = log_ratio.detach()
+    if level != "token":
+        log_ratio = log_ratio.sum(1, keepdim=True).expand(mask.shape)
+    if level == "sequence":
+        log_ratio = log_ratio / mask.sum(1, keepdim=True).clamp(min=1)
+    return log_ratio.clamp(-20, 20).exp()
+
+
+def importance_weight(ratio, log_ratio, advantages, mask, *, row: Algorithm):
+    """W of the row, detached, (B, T)."""
+    if row.weight == "capped-mean":  # geometric mean of the ratios, each bounded on the side where clip_mask bounds it
+        above, below = math.log1p(row.eps_high), math.log(max(1 - row.eps_low, 1e-9))
+        bounded = torch.where(advantages > 0, log_ratio.clamp(max=above), log_ratio.clamp(min=below))
+        return policy_ratio(bounded, mask, level="sequence")
+    capped = ratio.clamp(max=row.weight_cap)
+    return torch.where(advantages < 0, capped, 1.0) if row.weight == "ratio-if-worse" else capped
 
 
 def policy_loss(logprobs, old_logprobs, advantages, mask, *, algorithm, eps_low=None, eps_high=None, outer_low=None,
-                outer_high=None, tau=None, beta=None, weights=None):
+                outer_high=None, tau=None, beta=None, weights=None, constant=None):
     """The one equation. Returns (loss, metrics): a scalar to minimise, and token means as 0-d tensors.
 
     logprobs, old_logprobs, mask: (B, T); advantages: (B,) or (B, T); algorithm: a row or its name; the other options override
     the row. weights: (B, T) from token_weights, when this is a part of a larger batch; by default this is the whole batch.
-    Positions where mask is False may hold anything, NaN too: they are cut out before any arithmetic.
+    constant: see token_weights. Positions where mask is False may hold anything, NaN too: they are cut out before any arithmetic.
     """
     row = find_algorithm(algorithm, eps_low=eps_low, eps_high=eps_high, outer_low=outer_low, outer_high=outer_high, tau=tau,
                          beta=beta)
     logprobs, old_logprobs, advantages, mask = clean_tokens(logprobs, old_logprobs, advantages, mask)
     advantages, log_ratio = advantages.expand(mask.shape), logprobs - old_logprobs
-    decided = log_ratio.detach()
-    if row.level == "sequence":
-        decided = (decided.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)).expand(mask.shape)
-    ratio = decided.clamp(-20, 20).exp()
+    ratio = policy_ratio(log_ratio, mask, level=row.level)
 
     keep = clip_mask(ratio, advantages, clip=row.clip, eps_low=row.eps_low, eps_high=row.eps_high,
                      outer_low=row.outer_low, outer_high=row.outer_high)
-    weight = ratio if row.importance_sampling else 1.0
+    weight = 1.0 if row.weight == "one" else importance_weight(ratio, log_ratio, advantages, mask, row=row)
     per_token = -torch.where(keep, weight * advantages, 0.0) * logprobs
     per_token = per_token + row.tau / 2 * log_ratio**2 - row.beta * log_ratio
-    weights = token_weights(mask.to(logprobs.dtype), aggregation=row.aggregation) if weights is None else weights
+    weights = token_weights(mask.to(logprobs.dtype), aggregation=row.aggregation, constant=constant) \
+        if weights is None else weights
     loss = (weights * torch.where(mask, per_token, 0.0)).sum()
 
     with torch.no_grad():
@@ -919,7 +985,7 @@ def train_step(model, optimizer, batch: Rollout, config: Config, *, algorithm: A
     """One optimizer step on one batch, in micro-batches whose gradients add up to the whole batch's."""
     lengths = batch.mask.sum(1).view_as(batch.rewards)
     advantages = shaped_advantages(batch.rewards, lengths, algorithm=algorithm, generator=generator).flatten()
-    weights = token_weights(batch.mask, aggregation=algorithm.aggregation)
+    weights = token_weights(batch.mask, aggregation=algorithm.aggregation, constant=config.max_new_tokens)
     total, group = batch.mask.sum(), config.group_size
     prompts = max(1, config.micro_batch_tokens // (batch.prompt.shape[1] + group * batch.tokens.shape[1]))
     loss_sum, metrics, all_logprobs, entropy_sum = 0.0, {}, [], 0.0
