@@ -1,0 +1,48 @@
+"""What the README promises exists: links, make targets, commands with flags that parse, and numbers that were measured."""
+
+import importlib
+import json
+import pathlib
+import re
+import shlex
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+COMMANDS = [line.split("#")[0].strip() for block in re.findall(r"```bash\n(.*?)```", README, re.S) for line in block.splitlines()]
+INLINE = re.findall(r"`((?:python|make|torchrun) [^`]+)`", README.replace("\n", " "))
+
+
+def test_every_link_leads_somewhere():
+    links = re.findall(r"\]\(([^)#\s]+)\)", README)
+    assert len(links) > 10
+    missing = [link for link in links if not link.startswith("http") and not (ROOT / link).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("command", sorted({c for c in COMMANDS + INLINE if c.startswith("make ")}))
+def test_every_make_target_exists(command):
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert re.search(rf"^{command.split()[1]}:", makefile, re.M), command
+
+
+@pytest.mark.parametrize("command", sorted({c for c in COMMANDS + INLINE if c.startswith("python ")}))
+def test_every_command_names_a_script_and_flags_that_it_knows(command, capsys):
+    script, *flags = shlex.split(command)[1:]
+    assert (ROOT / script).exists(), command
+    if script.startswith("06"):
+        lesson = importlib.import_module("06_full_llm_training")
+        lesson.validate(lesson.parse_arguments([flag.replace("<", "").replace(">", "") for flag in flags]))
+    elif script.startswith("0"):
+        importlib.import_module("utils").lesson_arguments("", flags)
+    else:
+        source = (ROOT / script).read_text(encoding="utf-8")
+        assert all(f'"{flag}"' in source for flag in flags if flag.startswith("--"))
+
+
+def test_the_main_job_table_shows_what_was_measured():
+    measured = json.loads((ROOT / "figures" / "data" / "main_job.json").read_text(encoding="utf-8"))
+    assert len(measured) == 3
+    for row, result in measured.items():
+        assert f"| `{row}` | {result['before']:.2f} → {result['after']:.2f} |" in README
