@@ -117,7 +117,7 @@ class OutputOptions:
     resume: bool = option(False, "continue the run in --out from its last checkpoint")
     overwrite: bool = option(False, "replace the run in --out")
     config: str | None = option(None, "a file of flags, such as a run's config.json; flags on the command line win", "none")
-    compare: str | None = option(None, "train several rows, comma-separated, from the same base and overlay them", "none")
+    compare: str | None = option(None, "train several rows, comma-separated, from the same base and overlay them; or: paper", "none")
     tensorboard: bool = option(False, "also write the metrics for TensorBoard, into <out>/tensorboard")
     cache_dir: str = option(str(pathlib.Path(__file__).resolve().parent / "cache"), "where the built-in model is kept",
                             "cache, beside this file")
@@ -186,7 +186,8 @@ def validate(config: Config) -> None:
             import torch.utils.tensorboard  # noqa: F401
         except ImportError:
             raise UserError("--tensorboard needs the package of that name: pip install tensorboard") from None
-    for name in config.compare.split(",") if config.compare else [config.algorithm]:
+    rows = [] if config.compare == "paper" else config.compare.split(",") if config.compare else [config.algorithm]
+    for name in rows:
         require(name in ALGORITHMS, f"unknown algorithm {name!r}; choose from: {', '.join(ALGORITHMS)}")
     require(config.group_size >= 2, f"--group-size is {config.group_size}; a baseline needs at least 2 responses to a prompt")
     require(config.sync_interval >= 1, f"--sync-interval is {config.sync_interval}; it must be at least 1, or use --offline")
@@ -1495,6 +1496,9 @@ def main(argv=None) -> None:
         validate(config)
         if config.eval_only:
             return evaluate_only(config)
+        if config.compare == "paper":
+            import paper_grid  # the paper's whole grid: many runs of this file, spread over the cores
+            return paper_grid.main(["--cache-dir", config.cache_dir])
         if config.compare:
             return compare(config)
         setting = "offline" if config.offline else f"I{config.sync_interval}-m{config.sync_offset}"
@@ -1527,6 +1531,7 @@ def compare(config: Config) -> None:
         print_result(results[name], run)
     histories = {name: read_metrics(out / name) for name in results}
     plot_comparison(histories, out, setting=f"{config.task}, {staleness_text(config)}")
+    write_text(out / "compare.json", json.dumps(results, indent=1))
     summary = ", ".join(f"{name} {r['before']:.3f} → {r['after']:.3f}" for name, r in results.items())
     print(f"accuracy before → after: {summary}; {sum(r['seconds'] for r in results.values()):.0f} s; {out / 'compare.png'}")
 
