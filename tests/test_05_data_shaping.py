@@ -531,6 +531,9 @@ def test_verdicts_compare_what_they_say():
     assert rows["P6 RED-Drop − GRPO"] == (-0.12, True, "does not hold")
     assert rows["P6 RED-Weight T = .3 − GRPO"] == (0.28, True, "holds")
     assert rows["RED-Weight T = 1 − REINFORCE"] == (0.0, True, "not resolved")
+    curves["somewhere"]["GRPO"][:, -1] = 0.51  # .01 above the others: P6 allows that, "better than" would not
+    rows = {claim: outcome for claim, *_, outcome in lesson.shaping_verdicts(curves)}
+    assert rows["P6 RED-Drop − GRPO"] == "holds"
 
 
 # ---------------------------------------------------------------- the whole lesson
