@@ -176,14 +176,9 @@ def require(condition: bool, message: str) -> None:
 def validate(config: Config) -> None:
     """Refuse impossible settings before any work starts."""
     require(not (config.compare and config.eval_only), "--eval-only evaluates one model; leave --compare out")
-    if config.reward:
-        try:
-            load_reward(config.reward)
-        except ValueError as error:
-            raise UserError(one_line(error))
     if config.tensorboard:
         try:
-            import torch.utils.tensorboard  # noqa: F401
+            from torch.utils import tensorboard  # noqa: F401
         except ImportError:
             raise UserError("--tensorboard needs the package of that name: pip install tensorboard") from None
     rows = [] if config.compare == "paper" else config.compare.split(",") if config.compare else [config.algorithm]
@@ -202,6 +197,15 @@ def validate(config: Config) -> None:
         value = getattr(config, name)
         require(value is None or 0 <= value < math.inf, f"--{name.replace('_', '-')} is {value}; it must be 0 or more")
     require(config.dtype in ("auto", "float32", "bfloat16"), f"--dtype is {config.dtype!r}; choose auto, float32 or bfloat16")
+    try:
+        pick_device(config.device)
+        if config.reward:
+            load_reward(config.reward)
+        for name in rows:  # the loss itself knows which bounds go together
+            row = chosen_row(dataclasses.replace(config, algorithm=name))
+            policy_loss(*torch.zeros(3, 1, 1), torch.ones(1, 1), algorithm=row, constant=config.max_new_tokens)
+    except ValueError as error:
+        raise UserError(one_line(error))
 
 
 # %% --------------------------------------------------------------------------------------------- tasks and rewards
@@ -710,6 +714,12 @@ def find_algorithm(algorithm, **overrides) -> Algorithm:
     return dataclasses.replace(algorithm, **{k: v for k, v in overrides.items() if v is not None})
 
 
+def chosen_row(config: Config) -> Algorithm:
+    """The row of --algorithm, with the flags that override it."""
+    overrides = {f.name: getattr(config, f.name) for f in dataclasses.fields(AlgorithmOptions) if f.name != "algorithm"}
+    return find_algorithm(config.algorithm, **overrides)
+
+
 # The next functions are copies from lessons 02, 04 and 05; a test holds them equal.
 
 
@@ -1043,8 +1053,7 @@ def train(config: Config) -> dict:
             f"{out} already holds a run: add --resume to continue it, --overwrite to replace it, or choose another --out")
     seed_everything(config.seed)  # for a reward of the user's; what is drawn here comes from generators of its own
     device, task = pick_device(config.device), load_task(config)
-    overrides = {f.name: getattr(config, f.name) for f in dataclasses.fields(AlgorithmOptions) if f.name != "algorithm"}
-    row = find_algorithm(config.algorithm, **overrides)
+    row = chosen_row(config)
     state = load_checkpoint(out) if config.resume else None
     model, tokenizer = load_model(state["folder"] if state else config.model, device=device, cache_dir=config.cache_dir,
                                   task=config.task)
