@@ -1,0 +1,87 @@
+"""The grid's statistics and verdicts, and that the committed tables lead to the committed verdicts."""
+
+import importlib
+
+import numpy as np
+import pytest
+
+import paper_grid
+
+
+def synthetic(values):
+    """A grid with one setting in which row → list over seeds of (base, end) accuracies, straight lines in between."""
+    rows = []
+    for (row, setting), seeds in values.items():
+        for seed, (base, end) in enumerate(seeds):
+            for i, step in enumerate(range(0, 130, 10)):
+                rows.append({"row": row, "setting": setting, "seed": float(seed), "step": float(step), "clip_fraction": 0.01,
+                             "eval_accuracy": base if i == 0 else end})
+    return rows
+
+
+@pytest.mark.parametrize("kind, low, high, expected", [
+    ("better", 0.04, 0.10, "holds"), ("better", 0.02, 0.10, "not resolved"), ("better", -0.10, 0.02, "does not hold"),
+    ("no worse", -0.02, 0.50, "holds"), ("no worse", -0.04, 0.50, "not resolved"), ("no worse", -0.2, -0.04, "does not hold"),
+    ("equal", -0.02, 0.02, "holds"), ("equal", -0.04, 0.02, "not resolved"), ("equal", 0.04, 0.08, "does not hold"),
+])
+def test_verdict_is_the_stated_rule(kind, low, high, expected):
+    assert paper_grid.MARGIN == 0.03
+    assert paper_grid.verdict(kind, low, high) == expected
+
+
+def test_bootstrap_interval_matches_enumeration_of_all_resamples():
+    values = [0.1, 0.4, 0.7]
+    every = np.array([np.mean([values[i], values[j], values[k]]) for i in range(3) for j in range(3) for k in range(3)])
+    mean, low, high = paper_grid.mean_interval(values)
+    assert mean == pytest.approx(0.4)
+    assert low == pytest.approx(np.quantile(every, 0.025, method="inverted_cdf"))
+    assert high == pytest.approx(np.quantile(every, 0.975, method="inverted_cdf"))
+
+
+def test_rows_are_compared_seed_by_seed():
+    # Seeds differ by far more than the rows do: only the paired difference resolves it.
+    grid = synthetic({("a", "s"): [(0.4, 0.40), (0.4, 0.60), (0.4, 0.80)], ("b", "s"): [(0.4, 0.35), (0.4, 0.55), (0.4, 0.75)]})
+    result = paper_grid.compare_rows(grid, "a", "b", "s", "better")
+    assert result["mean"] == pytest.approx(0.05) and result["low"] == pytest.approx(0.05) and result["verdict"] == "holds"
+    assert paper_grid.compare_rows(grid, "b", "a", "s", "better")["verdict"] == "does not hold"
+
+
+def test_final_is_the_mean_of_the_last_four_evaluations():
+    grid = [{"row": "a", "setting": "s", "seed": 0.0, "step": float(i), "eval_accuracy": float(i)} for i in range(10)]
+    assert paper_grid.final(grid, "a", "s").tolist() == [(6 + 7 + 8 + 9) / 4]
+    assert paper_grid.speed(grid, "a", "s").tolist() == [4.5]
+    assert paper_grid.drop_from_peak(grid, "a", "s").tolist() == [9 - 7.5]
+
+
+def test_a_missing_row_is_a_clear_error():
+    with pytest.raises(ValueError, match="no runs of 'b'"):
+        paper_grid.final([], "b", "s")
+
+
+def test_cells_differ_only_where_they_should_and_hash_by_what_they_do(tmp_path):
+    cells = paper_grid.grid_cells("paper", seeds=5)
+    assert len(cells) == 5 * len(paper_grid.ROWS) * len(paper_grid.SETTINGS) == len({str(c) for c in cells})
+    configs = [paper_grid.cell_config(cell, steps=120, cache_dir=str(tmp_path)) for cell in cells]
+    assert len({config.out for config in configs}) == len(configs)
+    rates = {cell[0]: config.learning_rate for cell, config in zip(cells, configs)}
+    assert {rate for label, rate in rates.items() if "lr" not in label} == {1e-4}  # nothing is tuned per row
+    assert rates["rec-oneside-nois 5×lr"] == pytest.approx(5e-4)
+    sweep = paper_grid.cell_config(("grpo", "(20,0)", 0, {"sync_interval": 20}), steps=120, cache_dir=str(tmp_path))
+    assert importlib.import_module("06_full_llm_training").ALGORITHMS[sweep.algorithm].clip == "one_side"
+
+
+def test_tidy_averages_between_evaluations():
+    history = [{"step": 0, "eval_accuracy": 0.4}, {"step": 1, "kl_old": 1.0}, {"step": 2, "kl_old": 3.0, "eval_accuracy": 0.5}]
+    first, second = paper_grid.tidy(("a", "s", 0, {}), history)
+    assert first["kl_old"] == "" and second["kl_old"] == 2.0 and second["eval_accuracy"] == 0.5 and second["step"] == 2
+
+
+@pytest.mark.parametrize("name", ["paper", "hard"])
+def test_committed_verdicts_follow_from_the_committed_table(name):
+    committed = (paper_grid.DATA / f"{name}_claims.md").read_text(encoding="utf-8")
+    assert committed == paper_grid.verdict_table(paper_grid.judge(paper_grid.load_grid(name)))
+
+
+def test_the_readme_shows_these_verdicts():
+    readme = (paper_grid.ROOT / "README.md").read_text(encoding="utf-8")
+    assert (paper_grid.DATA / "paper_claims.md").read_text(encoding="utf-8").strip() in readme
