@@ -566,9 +566,10 @@ def collect(model, tokenizer, examples, config: Config, *, version: int, generat
     device = next(model.parameters()).device
     prompt, prompt_mask = encode_prompts(tokenizer, examples, device=device)
     eos_ids = stop_ids(model, tokenizer)
-    tokens, mask, logprobs = generate(model, prompt, prompt_mask, group_size=config.group_size, temperature=config.temperature,
-                                      max_new_tokens=config.max_new_tokens, eos_ids=eos_ids, pad_id=tokenizer.pad_token_id,
-                                      generator=generator)
+    with autocast(config, device):  # as in training, or every ratio would carry the difference of the two precisions
+        tokens, mask, logprobs = generate(model, prompt, prompt_mask, group_size=config.group_size,
+                                          temperature=config.temperature, max_new_tokens=config.max_new_tokens,
+                                          eos_ids=eos_ids, pad_id=tokenizer.pad_token_id, generator=generator)
     texts = decode(tokenizer, tokens, mask)
     asked = [e for e in examples for _ in range(config.group_size)]
     try:

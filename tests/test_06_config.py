@@ -8,7 +8,8 @@ import sys
 import types
 
 import pytest
-import torch
+
+from conftest import build_model
 
 trainer = importlib.import_module("06_full_llm_training")
 
@@ -16,15 +17,10 @@ trainer = importlib.import_module("06_full_llm_training")
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """The folder of a random two-layer model."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
     tokenizer = trainer.character_tokenizer()
-    torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("config") / "model"
-    Qwen2ForCausalLM(Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True, bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)).save_pretrained(folder)
+    build_model("qwen2", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id,
+                pad_token_id=tokenizer.pad_token_id).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 

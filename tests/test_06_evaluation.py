@@ -11,6 +11,8 @@ from fractions import Fraction
 import pytest
 import torch
 
+from conftest import build_model
+
 trainer = importlib.import_module("06_full_llm_training")
 
 
@@ -90,14 +92,9 @@ def test_interval_holds_the_mean_also_of_rewards_outside_0_and_1():
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     """(model, tokenizer, task, config, folder): a random two-layer model that answers an addition with random characters."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
     tokenizer = trainer.character_tokenizer()
-    torch.manual_seed(0)
-    model = Qwen2ForCausalLM(Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True, bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)).eval()
+    model = build_model("qwen2", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id,
+                        pad_token_id=tokenizer.pad_token_id)
     folder = tmp_path_factory.mktemp("evaluation") / "model"
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
