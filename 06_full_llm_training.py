@@ -1386,15 +1386,18 @@ def restore_random(state: dict, *generators) -> None:
 
 @contextlib.contextmanager
 def interruptions():
-    """A list that names the signal once SIGINT or SIGTERM has arrived, so that the step in progress can finish and be saved.
+    """A list that names the signals that ask for an end, as they arrive, so that the step in progress can finish and be saved.
 
-    A second signal acts as it always did, and one that was ignored (nohup) stays so.
+    A second SIGINT or SIGTERM acts as it always did, and one that was ignored (nohup) stays so.
     """
     arrived, previous = [], {}
 
     def note(number, _frame):
         arrived.append(signal.Signals(number).name)
-        signal.signal(number, previous[number])
+        if arrived[-1] != "SIGHUP":  # a closing terminal may send that one twice
+            signal.signal(number, previous[number])
+        with contextlib.suppress(OSError):  # the terminal may be gone; and print() may not be interrupted by itself
+            os.write(2, f"\n{arrived[-1]}: finishing this step and saving it; once more to stop at once\n".encode())
 
     if threading.current_thread() is threading.main_thread():
         handled = (getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
