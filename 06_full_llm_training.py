@@ -502,7 +502,8 @@ def generate(model, prompt, prompt_mask, *, group_size: int, max_new_tokens: int
     tokens = torch.full((batch, max_new_tokens), pad_id, dtype=torch.long, device=prompt.device)
     logprobs = torch.zeros(batch, max_new_tokens, device=prompt.device)
     mask = torch.zeros(batch, max_new_tokens, dtype=torch.bool, device=prompt.device)
-    rows = torch.arange(batch, device=prompt.device)  # the rows that still run; finished ones leave the batch
+    rows = torch.arange(batch, device=prompt.device)  # the rows still in the batch, and whether they have yet to end
+    going = torch.ones_like(rows, dtype=torch.bool)
     stops = torch.tensor(sorted(eos_ids), device=prompt.device)
     for t in range(max_new_tokens):
         scores = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
@@ -513,10 +514,10 @@ def generate(model, prompt, prompt_mask, *, group_size: int, max_new_tokens: int
         else:
             token = torch.multinomial(scores.exp(), 1, generator=generator)
         tokens[rows, t], logprobs[rows, t], mask[rows, t] = token[:, 0], scores.gather(1, token)[:, 0], True
-        going = ~torch.isin(token[:, 0], stops)
+        going = going & ~torch.isin(token[:, 0], stops)
         if t + 1 == max_new_tokens or not going.any():
             break
-        if going.float().mean() < 0.75:  # worth the copy of the cache
+        if going.float().mean() < 0.75:  # finished rows leave, when they are enough to be worth the copy of the cache
             keep = going.nonzero()[:, 0]
             cache.batch_select_indices(keep)
             rows, token, attention, going = rows[keep], token[keep], attention[keep], going[keep]

@@ -247,6 +247,20 @@ def test_recorded_logprobs_are_the_trainers(kind, temperature):
     assert (tokens[~mask] == 0).all() and (old[~mask] == 0).all() and (old[mask] < 0).all()
 
 
+def test_finished_rows_cost_nothing(fixed_logits):
+    """Responses of many lengths: as many passes as the longest has tokens, and few more rows in them than tokens needed."""
+    model = fixed_logits([0.0] * 10)
+    sizes, forward = [], model.forward
+    model.forward = lambda *args, **kwargs: sizes.append(len(kwargs["input_ids"])) or forward(*args, **kwargs)
+    _, mask, _ = lm.generate(model, torch.tensor([[3]]), torch.ones(1, 1).bool(), group_size=200, max_new_tokens=100,
+                             temperature=1.0, eos_ids={2}, pad_id=0, generator=generator())
+    lengths = mask.sum(1)
+    assert len(set(lengths.tolist())) > 15 and lengths.max() < 100
+    assert len(sizes) == lengths.max()
+    needed = int((lengths - 1).sum())  # the last token of a response is not fed back
+    assert sum(sizes[1:]) <= needed / .75
+
+
 def chi_square(counts, probabilities):
     """Pearson's statistic as a standard score: about N(0, 1) when the counts have these probabilities."""
     expected = probabilities * counts.sum()
