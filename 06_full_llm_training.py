@@ -1518,7 +1518,7 @@ def main(argv=None) -> None:
         setting = "offline" if config.offline else f"I{config.sync_interval}-m{config.sync_offset}"
         config.out = config.out or f"runs/{config.algorithm}-{pathlib.Path(config.task).stem}-{setting}-seed{config.seed}"
         print_result(train(config), config)
-    except (UserError, FloatingPointError) as error:
+    except (UserError, FloatingPointError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except RunStopped as error:

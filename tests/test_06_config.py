@@ -286,3 +286,11 @@ def test_unknown_reward_and_form(capsys):
 def test_formulas_of_a_jsonl_task_go_through_algebra():
     assert trainer.reward_function(None, "questions.jsonl")("?", r"so \boxed{1+x^2}", "x^2+1") == 1.0
     assert trainer.reward_function(None, "questions.jsonl")("?", r"so \boxed{1+x^3}", "x^2+1") == 0.0
+
+
+def test_a_run_directory_that_cannot_be_made_takes_one_line(flags, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit) as stop:
+        trainer.main([*flags, "--out", str(tmp_path / "file" / "run")])
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert stop.value.code == 2 and last.startswith("error: ") and str(tmp_path / "file") in last
