@@ -6,8 +6,8 @@
     python paper_grid.py --grid staleness --seeds 3                 one of the grids: paper, staleness, family, hard, conditions
 
 A *cell* is one run of 06: a row of the family, a staleness setting, a seed. Cells run in as many processes as there are cores,
-one thread each. A finished cell is kept under runs/grid/ by the hash of its configuration, so a stopped grid goes on where it
-stopped. Nothing is tuned per row: every row has the learning rate, batch and steps of 06's defaults.
+one thread each. A finished cell stands in figures/data/<grid>.csv under the hash of its configuration, so a stopped grid goes on
+where it stopped, on another machine too. Nothing is tuned per row: every row has the learning rate, batch and steps of 06's defaults.
 
 The verdicts follow one rule, fixed before the runs (section `claims` below).
 """
@@ -22,6 +22,7 @@ import multiprocessing
 import os
 import pathlib
 import sys
+import tempfile
 
 import numpy as np
 
@@ -81,71 +82,70 @@ def grid_cells(name: str, seeds: int) -> list:
     return [(label, setting, seed, dict(options)) for seed in range(seeds) for label, setting, options in plan]
 
 
-def cell_config(cell, *, steps: int, cache_dir: str):
-    """The cell as a Config of 06, in a run directory named by the hash of what determines the result."""
-    module = importlib.import_module("06_full_llm_training")
+def cell_settings(cell, *, steps: int) -> dict:
+    """The flags of 06 that determine the result of a cell."""
     label, _, seed, options = cell
     algorithm, overrides = ROWS.get(label, (label, {}))
-    settings = {"steps": steps, "eval_every": 10, "eval_samples": 2, "save_every": steps + 1, "seed": seed, "device": "cpu", **overrides, **options}
-    key = hashlib.sha256(json.dumps({"algorithm": algorithm, **settings}, sort_keys=True).encode()).hexdigest()[:12]
-    return module.Config(algorithm=algorithm, out=str(ROOT / "runs" / "grid" / key), overwrite=True, cache_dir=cache_dir, **settings)
+    return {"algorithm": algorithm, "steps": steps, "eval_every": 10, "eval_samples": 2, "save_every": steps + 1, "seed": seed,
+            "device": "cpu", **overrides, **options}
 
 
-def run_cell(config) -> list:
-    """Train one cell, unless it is there already; returns its metrics."""
+def cell_key(cell, *, steps: int) -> str:
+    """The hash of what determines the result: the name under which a finished cell is kept."""
+    return hashlib.sha256(json.dumps(cell_settings(cell, steps=steps), sort_keys=True).encode()).hexdigest()[:12]
+
+
+def run_cell(cell, steps: int, cache_dir: str) -> list:
+    """Train one cell and return its rows of the table."""
     import torch
 
     torch.set_num_threads(1)
-    module, out = importlib.import_module("06_full_llm_training"), pathlib.Path(config.out)
-    if not (out / "finished").exists():
-        sys.stdout = sys.stderr = open(os.devnull, "w")  # the grid's own progress bar is enough
-        try:
-            module.train(config)
-        finally:
-            sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
-        for heavy in ("model", "checkpoint"):
-            module.shutil.rmtree(out / heavy, ignore_errors=True)
-        write_text(out / "finished", "")
-    return module.read_metrics(out)
+    module = importlib.import_module("06_full_llm_training")
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # the grid's own progress bar is enough
+    try:
+        with tempfile.TemporaryDirectory() as out:
+            module.train(module.Config(**cell_settings(cell, steps=steps), out=out, overwrite=True, cache_dir=cache_dir))
+            history = module.read_metrics(pathlib.Path(out))
+    finally:
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+    return tidy(cell, history, key=cell_key(cell, steps=steps))
 
 
 COLUMNS = ("eval_accuracy", "eval_greedy", "reward", "kl_old", "clip_fraction", "entropy", "grad_norm", "ess", "ratio_max", "staleness")
 
 
-def tidy(cell, history: list) -> list:
+def tidy(cell, history: list, *, key: str) -> list:
     """One row per evaluation: its accuracy, and the means of the training metrics since the evaluation before."""
     rows, since = [], []
     for line in history:
         since.append(line)
         if "eval_accuracy" in line:
             values = {c: [x[c] for x in since if c in x] for c in COLUMNS}
-            rows.append({"row": cell[0], "setting": cell[1], "seed": cell[2], "step": line["step"],
+            rows.append({"cell": key, "row": cell[0], "setting": cell[1], "seed": cell[2], "step": line["step"],
                          **{c: round(float(np.mean(v)), 5) if v else "" for c, v in values.items()}})
             since = []
     return rows
 
 
 def train_grid(name: str, *, seeds: int, steps: int, jobs: int, cache_dir: str) -> None:
-    """Train the missing cells of the grid and write figures/data/<name>.csv."""
+    """Train the cells that figures/data/<name>.csv does not hold yet; each is added to the table when it is finished."""
     from tqdm import tqdm
 
-    cells = grid_cells(name, seeds)
-    configs = [cell_config(cell, steps=steps, cache_dir=cache_dir) for cell in cells]
+    path, cells = DATA / f"{name}.csv", grid_cells(name, seeds)
+    finished = {line["cell"] for line in load_grid(name)} if path.exists() else set()
+    missing = [cell for cell in cells if cell_key(cell, steps=steps) not in finished]
     module = importlib.import_module("06_full_llm_training")
-    for task in {config.task for config in configs}:  # once, before the processes would all make it
-        module.built_in_model(module.digits_of(task), cache_dir)
-    histories, context = [None] * len(cells), multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        running = {pool.submit(run_cell, config): i for i, config in enumerate(configs)}
-        for done in tqdm(concurrent.futures.as_completed(running), total=len(running), desc=f"runs of the {name} grid"):
-            histories[running[done]] = done.result()
-    rows = [row for cell, history in zip(cells, histories) for row in tidy(cell, history)]
-    DATA.mkdir(parents=True, exist_ok=True)
-    with open(DATA / f"{name}.csv", "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    print(f"{len(cells)} runs → {(DATA / f'{name}.csv').relative_to(ROOT)}")
+    for task in {cell_settings(cell, steps=steps).get("task", "addition") for cell in missing}:
+        module.built_in_model(module.digits_of(task), cache_dir)  # once, before every process would make it
+    if not path.exists():
+        write_text(path, ",".join(("cell", "row", "setting", "seed", "step", *COLUMNS)) + "\n")
+    with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        running = [pool.submit(run_cell, cell, steps, cache_dir) for cell in missing]
+        for done in tqdm(concurrent.futures.as_completed(running), initial=len(cells) - len(missing), total=len(cells),
+                         desc=f"runs of the {name} grid"):
+            rows = done.result()
+            with open(path, "a", newline="", encoding="utf-8") as file:
+                csv.DictWriter(file, fieldnames=list(rows[0])).writerows(rows)
 
 
 # %% -------------------------------------------------------------------------------------------------- reading a grid
@@ -154,7 +154,7 @@ def train_grid(name: str, *, seeds: int, steps: int, jobs: int, cache_dir: str) 
 def load_grid(name: str) -> list:
     """The rows of figures/data/<name>.csv, numbers as float, empty fields as NaN."""
     with open(DATA / f"{name}.csv", newline="", encoding="utf-8") as file:
-        return [{k: v if k in ("row", "setting") else float(v or "nan") for k, v in line.items()} for line in csv.DictReader(file)]
+        return [{k: v if k in ("cell", "row", "setting") else float(v or "nan") for k, v in line.items()} for line in csv.DictReader(file)]
 
 
 def curves(grid: list, row: str, setting: str, column: str = "eval_accuracy"):

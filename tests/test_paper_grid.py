@@ -61,18 +61,55 @@ def test_a_missing_row_is_a_clear_error():
 def test_cells_differ_only_where_they_should_and_hash_by_what_they_do(tmp_path):
     cells = paper_grid.grid_cells("paper", seeds=5)
     assert len(cells) == 5 * len(paper_grid.ROWS) * len(paper_grid.SETTINGS) == len({str(c) for c in cells})
-    configs = [paper_grid.cell_config(cell, steps=120, cache_dir=str(tmp_path)) for cell in cells]
-    assert len({config.out for config in configs}) == len(configs)
-    rates = {cell[0]: config.learning_rate for cell, config in zip(cells, configs)}
+    assert len({paper_grid.cell_key(cell, steps=120) for cell in cells}) == len(cells)
+    assert paper_grid.cell_key(cells[0], steps=120) != paper_grid.cell_key(cells[0], steps=121)
+    module = importlib.import_module("06_full_llm_training")
+    configs = {cell[0]: module.Config(**paper_grid.cell_settings(cell, steps=120)) for cell in cells}
+    rates = {label: config.learning_rate for label, config in configs.items()}
     assert {rate for label, rate in rates.items() if "lr" not in label} == {1e-4}  # nothing is tuned per row
     assert rates["rec-oneside-nois 5×lr"] == pytest.approx(5e-4)
-    sweep = paper_grid.cell_config(("grpo", "(20,0)", 0, {"sync_interval": 20}), steps=120, cache_dir=str(tmp_path))
-    assert importlib.import_module("06_full_llm_training").ALGORITHMS[sweep.algorithm].clip == "one_side"
+    assert module.ALGORITHMS[configs["grpo"].algorithm].clip == "one_side"
+
+
+def test_a_stopped_grid_goes_on_where_it_stopped(tmp_path, monkeypatch):
+    """With the runs themselves replaced: only cells that the table lacks are run, and each is in the table at once."""
+    class Inline:  # a pool in this process, which stops after two cells the first time
+        def __init__(self, *args, **kwargs): pass
+        def __enter__(self): return self
+        def __exit__(self, *args): return False
+        def submit(self, function, *args):
+            future = paper_grid.concurrent.futures.Future()
+            try:
+                future.set_result(run(*args))
+            except KeyboardInterrupt as error:
+                future.set_exception(error)
+            return future
+
+    ran = []
+
+    def run(cell, steps, cache_dir):
+        if len(ran) == 2 and not resumed:
+            raise KeyboardInterrupt
+        ran.append(cell)
+        return paper_grid.tidy(cell, [{"step": 0, "eval_accuracy": 0.5}], key=paper_grid.cell_key(cell, steps=steps))
+
+    monkeypatch.setattr(paper_grid, "DATA", tmp_path)
+    monkeypatch.setattr(paper_grid.concurrent.futures, "ProcessPoolExecutor", Inline)
+    monkeypatch.setattr(paper_grid.concurrent.futures, "as_completed", lambda futures: futures)
+    monkeypatch.setattr(importlib.import_module("06_full_llm_training"), "built_in_model", lambda *args: None)
+    monkeypatch.setattr(paper_grid, "grid_cells", lambda name, seeds: [("grpo", "(1,0)", seed, {}) for seed in range(4)])
+    resumed = False
+    with pytest.raises(KeyboardInterrupt):
+        paper_grid.train_grid("paper", seeds=4, steps=120, jobs=1, cache_dir="")
+    resumed = True
+    paper_grid.train_grid("paper", seeds=4, steps=120, jobs=1, cache_dir="")
+    assert [cell[2] for cell in ran] == [0, 1, 2, 3]
+    assert [line["seed"] for line in paper_grid.load_grid("paper")] == [0, 1, 2, 3]
 
 
 def test_tidy_averages_between_evaluations():
     history = [{"step": 0, "eval_accuracy": 0.4}, {"step": 1, "kl_old": 1.0}, {"step": 2, "kl_old": 3.0, "eval_accuracy": 0.5}]
-    first, second = paper_grid.tidy(("a", "s", 0, {}), history)
+    first, second = paper_grid.tidy(("a", "s", 0, {}), history, key="k")
     assert first["kl_old"] == "" and second["kl_old"] == 2.0 and second["eval_accuracy"] == 0.5 and second["step"] == 2
 
 
