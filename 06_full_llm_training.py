@@ -945,7 +945,7 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, *, algorithm, eps_low=
     per_token = per_token + row.tau / 2 * log_ratio**2 - row.beta * log_ratio
     weights = token_weights(mask.to(logprobs.dtype), aggregation=row.aggregation, constant=constant) \
         if weights is None else weights
-    loss = (weights * torch.where(mask, per_token, 0.0)).sum()
+    loss = (weights * per_token).sum()
 
     with torch.no_grad():
         count = mask.sum().clamp(min=1)
