@@ -1059,7 +1059,7 @@ def train(config: Config) -> dict:
     state = load_checkpoint(out) if config.resume else None
     model, tokenizer = load_model(state["folder"] if state else config.model, device=device, cache_dir=config.cache_dir,
                                   task=config.task)
-    task = drop_long_prompts(task, tokenizer, config)
+    task = drop_long_prompts(task, model, tokenizer, config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=0.0)
     # While the two are refreshed together the sampler is the policy itself; it is a second copy of the weights only when stale.
     sampler = model if config.sync_interval == 1 and not config.offline else copy.deepcopy(model)
@@ -1141,18 +1141,24 @@ def train(config: Config) -> dict:
             "low": evaluations[-1]["eval_low"], "high": evaluations[-1]["eval_high"], "seconds": time.perf_counter() - started}
 
 
-def drop_long_prompts(task: Task, tokenizer, config: Config) -> Task:
-    """The task without the questions that exceed --max-prompt-tokens; says how many were left out."""
+def drop_long_prompts(task: Task, model, tokenizer, config: Config) -> Task:
+    """The task without the questions that exceed --max-prompt-tokens, or leave the model no room for --max-new-tokens."""
+    context = getattr(model.config, "max_position_embeddings", None) or math.inf
+    limit = min(config.max_prompt_tokens, context - config.max_new_tokens)
+
+    def fits(example):
+        return encode_prompts(tokenizer, [example], device="cpu")[0].shape[1] <= limit
+
     def short(examples):
-        if config.task.startswith("addition"):  # all alike, and many: encoding them would cost more than it could find
-            return examples
-        return [e for e in examples if encode_prompts(tokenizer, [e], device="cpu")[0].shape[1] <= config.max_prompt_tokens]
+        if task.name.startswith("addition"):  # all alike, and many: the first speaks for them
+            return examples if fits(examples[0]) else []
+        return [example for example in examples if fits(example)]
 
     kept = dataclasses.replace(task, train=short(task.train), evaluation=short(task.evaluation))
-    require(bool(kept.train and kept.evaluation),
-            f"no question of {task.name} fits into --max-prompt-tokens {config.max_prompt_tokens}")
+    require(bool(kept.train and kept.evaluation), f"no question of {task.name} fits into {limit} tokens: --max-prompt-tokens "
+            f"{config.max_prompt_tokens}, --max-new-tokens {config.max_new_tokens}, the model's context {context}")
     if dropped := len(task.train) - len(kept.train):
-        print(f"left out {dropped} training questions longer than {config.max_prompt_tokens} tokens")
+        print(f"left out {dropped} training questions longer than {limit} tokens")
     return kept
 
 
@@ -1237,7 +1243,7 @@ def evaluate_only(config: Config) -> None:
     """--eval-only: print the evaluation of --model, and write it to evaluation.json where --out is given."""
     started, device, task = time.perf_counter(), pick_device(config.device), load_task(config)
     model, tokenizer = load_model(config.model, device=device, cache_dir=config.cache_dir, task=config.task)
-    task = drop_long_prompts(task, tokenizer, config)
+    task = drop_long_prompts(task, model, tokenizer, config)
     metrics = evaluate(model, tokenizer, task, config)
     if config.out:
         write_text(pathlib.Path(config.out) / "evaluation.json", json.dumps(metrics, indent=1))

@@ -601,3 +601,29 @@ def test_self_check_finds_silent_faults(loaded, monkeypatch, fault):
     monkeypatch.setattr(lm, "token_logprobs", faulty)
     with pytest.raises(lm.UserError, match="log-probabilities differ"):
         lm.self_check(model, tokenizer, lm.Task("addition", EXAMPLES, EXAMPLES), config())
+
+
+# ------------------------------------------------------------------------------------------------------ long prompts
+
+
+def test_questions_that_do_not_fit_the_context_are_left_out(loaded, capsys):
+    """GPT-2 has 128 learned positions and no way to go beyond: prompt and response together must fit."""
+    model, tokenizer = loaded("gpt2", "bos")
+    long = lm.Example("1 + 1? " * 30, "2")
+    sizes = [lm.encode_prompts(tokenizer, [e], device="cpu")[0].shape[1] for e in (*EXAMPLES, long)]
+    task = lm.Task("sums.jsonl", [*EXAMPLES, long], [*EXAMPLES, long])
+
+    def kept(**options):
+        return [e.question for e in lm.drop_long_prompts(task, model, tokenizer, config(**options)).train]
+
+    assert sizes[3] > 128 and kept() == [e.question for e in EXAMPLES]
+    assert "left out 1 training questions" in capsys.readouterr().out
+    assert kept(max_new_tokens=128 - max(sizes[:3])) == [e.question for e in EXAMPLES]
+    assert len(kept(max_new_tokens=128 - max(sizes[:3]) + 1)) == 2
+    assert len(kept(max_prompt_tokens=max(sizes[:3]) - 1)) == 2
+    with pytest.raises(lm.UserError, match="context 128"):
+        kept(max_new_tokens=128)
+    addition = lm.Task("addition", EXAMPLES, EXAMPLES)
+    assert lm.drop_long_prompts(addition, model, tokenizer, config()) == addition
+    with pytest.raises(lm.UserError, match="context 128"):
+        lm.drop_long_prompts(addition, model, tokenizer, config(max_new_tokens=128))
