@@ -1,7 +1,7 @@
 """Lesson 02: the group mean as a baseline, and what is usually added to it.
 
-Claim. The mean reward of K responses to one prompt is a baseline for free: it shrinks the expected gradient by
-exactly (K−1)/K and does not turn it. The usual additions are not free: dividing by the group's standard deviation
+Claim. The mean reward of K responses to one prompt is a baseline for free: it multiplies the expected gradient
+by exactly (K−1)/K and does not turn it. The usual additions are not free: dividing by the group's standard deviation
 re-weights the prompts, and averaging inside each response makes right answers shorter and wrong answers longer.
 
 Equations checked here, each by summing over EVERY group (section 2 of arXiv 2509.24203 starts from (2.1)). K responses
@@ -105,8 +105,11 @@ def prompt_groups(prompt_ids):
     """Which responses belong together: (N,) prompt ids in any order → (prompts, K) positions, one row per prompt.
 
     advantages[groups] = group_advantages(rewards[groups]) is then right for [p1, p1, p2, p2] and for [p1, p2, p1, p2];
-    a bare rewards.view(-1, K) is right for the first only, and nothing tells you. ValueError: unequal group sizes.
+    a bare rewards.view(-1, K) is right for the first only, and nothing tells you. ValueError: unequal group sizes, or
+    ids that are not (N,) with N > 0.
     """
+    if prompt_ids.dim() != 1 or len(prompt_ids) == 0:
+        raise ValueError(f"prompt_ids must be (N,), one id per response, not {tuple(prompt_ids.shape)}")
     _, counts = torch.unique(prompt_ids, return_counts=True)
     if (counts != counts[0]).any():
         raise ValueError(f"every prompt needs the same number of responses, got {counts.tolist()}")
@@ -118,13 +121,21 @@ def enumerate_groups(responses, group_size):
     return torch.cartesian_prod(*[torch.arange(responses)] * group_size).view(-1, group_size)
 
 
+def require_distribution(probs):
+    """Raise ValueError unless the last dimension of `probs` is a probability distribution."""
+    if (probs < 0).any() or not torch.allclose(probs.sum(-1), torch.ones_like(probs.sum(-1)), atol=1e-6):
+        raise ValueError("probabilities must be ≥ 0 and sum to 1 over all responses; normalise them first")
+
+
 def group_estimator_moments(probs, rewards, scores, *, group_size, **options):
     """Exact mean (P,) and total variance of g = (1/K) Σ_i A_i s_i with K independent responses from probs  (2.1).
 
     probs, rewards: (N,). scores: (N, P). `options` go to group_advantages.
     """
-    if (probs < 0).any() or abs(probs.sum() - 1) > 1e-6:
-        raise ValueError("probabilities must be ≥ 0 and sum to 1 over all responses; normalise them first")
+    require_distribution(probs)
+    if not probs.shape == rewards.shape == scores.shape[:1]:
+        raise ValueError("probs, rewards and scores need one entry per response, (N,), (N,) and (N, P), not "
+                         f"{tuple(probs.shape)}, {tuple(rewards.shape)} and {tuple(scores.shape)}")
     groups = enumerate_groups(len(probs), group_size)
     weight = probs[groups].prod(-1)
     advantages = group_advantages(rewards[groups], **options)
@@ -135,6 +146,9 @@ def group_estimator_moments(probs, rewards, scores, *, group_size, **options):
 
 def leave_one_out_variance(probs, rewards, scores, *, group_size):
     """Total variance of the leave-one-out estimator from single pairs: Hoeffding's formula for a U-statistic  (2.2)."""
+    require_distribution(probs)
+    if group_size < 2:
+        raise ValueError(f"leave-one-out needs another response: group_size ≥ 2, not {group_size}")
     pair = 0.5 * (rewards[:, None] - rewards)[..., None] * (scores[:, None] - scores)
     given_first = torch.einsum("j,ijp->ip", probs, pair)
     mean = probs @ given_first
@@ -148,7 +162,7 @@ def std_gain(success_rate, *, group_size):
 
     success_rate: (...) in (0, 1). With plain advantages the factor is (K−1)/K for every prompt.
     """
-    if group_size < 2 or ((success_rate <= 0) | (success_rate >= 1)).any():
+    if group_size < 2 or not ((success_rate > 0) & (success_rate < 1)).all():
         raise ValueError("need group_size ≥ 2 and 0 < success_rate < 1: otherwise every group is flat")
     successes = torch.arange(group_size + 1, dtype=torch.float64)
     ways = torch.tensor([math.comb(group_size, k) for k in range(group_size + 1)], dtype=torch.float64)
@@ -160,6 +174,8 @@ def std_gain(success_rate, *, group_size):
 
 def flat_group_share(success_rate, *, group_size):
     """Probability that all K rewards are equal, rewards 0/1: p^K + (1−p)^K  (2.4)."""
+    if group_size < 1 or not torch.as_tensor((success_rate >= 0) & (success_rate <= 1)).all():
+        raise ValueError(f"need group_size ≥ 1 and 0 ≤ success_rate ≤ 1, got {group_size} and {success_rate}")
     return success_rate**group_size + (1 - success_rate) ** group_size
 
 
@@ -214,6 +230,8 @@ def amplified_success(success, reference_success, beta, *, std_normalize=True, e
     if not (0 < reference_success < 1 and beta > 0):
         raise ValueError(f"need 0 < reference_success < 1 and beta > 0, got {reference_success} and {beta}")
     success = torch.as_tensor(success, dtype=torch.float64)
+    if not ((success >= 0) & (success <= 1)).all():
+        raise ValueError(f"success is a probability, got {success.tolist()}")
     gap = 1 / (success * (1 - success) + eps).sqrt() if std_normalize else torch.ones_like(success)
     return 1 / (1 + (1 - reference_success) / reference_success * torch.exp(-gap / beta))
 
@@ -255,12 +273,12 @@ def batch_whitened_advantages(rewards, *, eps=1e-6):
 def noise_corrected_rewards(rewards, *, false_positive_rate, false_negative_rate):
     """Unbiased reward from a verifier that errs (arXiv 2510.18924): r̂ = (r̃ − ρ⁺)/(1 − ρ⁺ − ρ⁻), any shape.
 
-    rewards: r̃ in {0, 1} as the verifier gave them. ρ⁺ = P(r̃=1 | r=0), ρ⁻ = P(r̃=0 | r=1). E[r̂ | r] = r.
+    rewards: r̃ in {0, 1} as the verifier gave them, booleans too. ρ⁺ = P(r̃=1 | r=0), ρ⁻ = P(r̃=0 | r=1). E[r̂ | r] = r.
     """
-    if min(false_positive_rate, false_negative_rate) < 0 or false_positive_rate + false_negative_rate >= 1:
+    if not (false_positive_rate >= 0 and false_negative_rate >= 0 and false_positive_rate + false_negative_rate < 1):
         raise ValueError("the two rates must be ≥ 0 and sum to less than 1, else the verifier says nothing about r; "
                          f"got {false_positive_rate} and {false_negative_rate}")
-    return (rewards - false_positive_rate) / (1 - false_positive_rate - false_negative_rate)
+    return (1.0 * rewards - false_positive_rate) / (1 - false_positive_rate - false_negative_rate)
 
 
 def ngrpo_advantages(rewards, *, max_reward=1.0, eps=1e-6):
@@ -392,8 +410,9 @@ def claims_std(claims):
     normalized = group_advantages(rewards, std_normalize=True)
     utils.check(claims, "…/ std with ddof 0: √3 and −1/√3", tolerance=1e-5,
                 expected=[3**0.5] + [-(3**-0.5)] * 3, measured=normalized)
+    sample_std = group_advantages(rewards) / rewards.std(correction=1)
     utils.check(claims, "…/ std with ddof 1: 1.5 and −.5, smaller by √((K−1)/K)", tolerance=1e-5,
-                expected=[1.5, -0.5, -0.5, -0.5], measured=normalized * (3 / 4) ** 0.5)
+                expected=[[1.5, -0.5, -0.5, -0.5]] * 2, measured=torch.stack([sample_std, normalized * (3 / 4) ** 0.5]))
 
     rates, measured = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64), []
     for p in rates:
@@ -482,10 +501,9 @@ def claims_amplification(claims):
                 expected=torch.stack([p[0] for p in points]), measured=torch.stack(ends))
     utils.check(claims, "…and above p_ref = .2: success is amplified",
                 expected=True, measured=bool(min(ends) > REFERENCE_SUCCESS))
-    starts = [float(points[0][1]) + step for step in (-1e-3, 1e-3)]
     utils.check(claims, "β = 1 has an unstable fixed point at .935: below it back to .681, above it up to 1",
                 tolerance=1e-6, expected=[0.681283, 1.0],
-                measured=[iterate_success(REFERENCE_SUCCESS, 1, rounds=200, start=start)[-1] for start in starts])
+                measured=[iterate_success(REFERENCE_SUCCESS, 1, rounds=200, start=start)[-1] for start in (0.934, 0.936)])
 
 
 def claims_friends(claims):
@@ -581,6 +599,7 @@ def figure_success_amplification(directory):
         left.plot(unstable[:1], unstable[:1], "o", color=color, markerfacecolor="white")
         label = f"β = {beta}{'' if std_normalize else ', no std'}:  {path[-1]:.3f}"
         right.plot(path, color=color, linestyle=line.get_linestyle(), marker="o", markersize=3, label=label)
+    left.annotate("open: unstable", (0.92, 0.94), ha="right", color="0.4", fontsize=8)
     left.set(title="GRPO's rounds end at a fixed point above p_ref", xlabel="success rate p of this round",
              ylabel="success rate of the next round", xlim=(0, 1), ylim=(0, 1.02))
     right.axhline(REFERENCE_SUCCESS, color="0.6", linewidth=1, linestyle="-")

@@ -88,7 +88,17 @@ def require_distribution(probs):
 
 
 def regularised_objective(probs, old_probs, rewards, *, tau):
-    """J(π) = Σ_y π(y)·r(y) − τ·KL(π ‖ π_t), equation (1). All (..., A), rows of probs distributions. Returns (...)."""
+    """J(π) = Σ_y π(y)·r(y) − τ·KL(π ‖ π_t), equation (1). All (..., A), rows of probs distributions. Returns (...).
+
+    ValueError: probs or old_probs is not a distribution, the last dimensions differ, or tau is not a positive number.
+    """
+    if not probs.shape[-1:] == old_probs.shape[-1:] == rewards.shape[-1:]:
+        raise ValueError("probs, old_probs and rewards need one last dimension, got "
+                         f"{tuple(probs.shape)}, {tuple(old_probs.shape)} and {tuple(rewards.shape)}")
+    require_distribution(probs)
+    require_distribution(old_probs)
+    if not 0 < tau < math.inf:
+        raise ValueError(f"tau must be a positive number, got {tau}")
     kl = (torch.xlogy(probs, probs) - torch.xlogy(probs, old_probs)).sum(-1)  # xlogy: 0·log 0 = 0
     return (probs * rewards).sum(-1) - tau * kl
 
@@ -276,6 +286,7 @@ def population_surrogate_loss(logprobs, old_logprobs, rewards, behaviour_probs, 
 
     One copy of every response, with pair weights N²·π_b(i)·π_b(j) in place of counting how often a pair was drawn.
     """
+    require_distribution(behaviour_probs)
     pair_weights = len(rewards) ** 2 * torch.outer(behaviour_probs, behaviour_probs)
     return pairwise_surrogate_loss(logprobs, old_logprobs, rewards, tau=tau, pair_weights=pair_weights)
 
@@ -317,6 +328,10 @@ def mean_group_update(behaviour_probs, rewards, *, group_size, leave_one_out=Fal
 
     ∇log π_θ(y) = e_y − π_θ, and Σ_i A_i = 0 in every group with either baseline: π_θ drops out and e_y stays.
     """
+    require_distribution(behaviour_probs)
+    if behaviour_probs.shape != rewards.shape or group_size < 2:
+        raise ValueError("need behaviour_probs and rewards of one shape (A,) and group_size ≥ 2, got "
+                         f"{tuple(behaviour_probs.shape)}, {tuple(rewards.shape)} and {group_size}")
     arms = torch.arange(len(rewards))
     groups = torch.cartesian_prod(*[arms] * group_size)  # (A^K, K)
     drawn = rewards[groups]
@@ -362,7 +377,7 @@ def lead_of_third_arm(share):
 
 def bisect(function, low, high):
     """The root of a continuous function between low and high, by halving; ValueError if both ends have one sign."""
-    if function(low) * function(high) > 0:
+    if not function(low) * function(high) <= 0:  # NaN is refused too
         raise ValueError("bisection needs opposite signs at the two ends; widen the interval")
     rising = function(high) > 0
     for _ in range(60):  # 2⁻⁶⁰ of the interval is below the resolution of float64
@@ -573,11 +588,14 @@ def claims_fixed_data(claims, paths):
 
 
 def claims_repairs(claims, paths):
-    weighted = torch.softmax(paths["importance sampling"], -1)
-    step = paths["importance sampling"].diff(dim=0)
     # With the full ratio the constant baseline μ of the data drops out, and π_b with it: what is left is the exact ∇J.
-    check(claims, "importance sampling: the update is π_θ·(r − J), whatever π_b", expected=0.0, tolerance=1e-12,
-          measured=(step - weighted[:-1] * (REWARDS - (weighted[:-1] @ REWARDS)[:, None])).abs().max())
+    largest = []
+    for path in (paths["importance sampling"],
+                 train_bandit(BEHAVIOUR.flip(0), REWARDS, steps=100, importance_sampling=True)):
+        probs = torch.softmax(path[:-1], -1)
+        largest.append((path.diff(dim=0) - probs * (REWARDS - (probs @ REWARDS)[:, None])).abs().max())
+    check(claims, "importance sampling: the update is π_θ·(r − J), whatever π_b (two of them)", expected=0.0,
+          measured=max(largest), tolerance=1e-12)
     on_policy = train_bandit(torch.full_like(REWARDS, 1 / 3), REWARDS, steps=100, refresh_every=1)
     check(claims, "… which is on-policy REINFORCE, refreshed at every step: largest difference in 100 steps",
           expected=0.0, measured=(on_policy - paths["importance sampling"][:101]).abs().max())

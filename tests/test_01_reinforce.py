@@ -87,6 +87,12 @@ def test_enumeration_refuses_an_empty_space(vocabulary, max_length):
         lesson.enumerate_responses(vocabulary=vocabulary, max_length=max_length)
 
 
+@pytest.mark.parametrize("end", [-1, 3, "stop"])
+def test_enumeration_refuses_an_end_that_is_no_token(end):
+    with pytest.raises(ValueError, match="end must be a token"):
+        lesson.enumerate_responses(vocabulary=3, max_length=2, end=end)
+
+
 @FEW
 @given(st.sampled_from([None, 0, 1]), st.integers(1, 3), st.integers(0, 2**31))
 def test_logprobs_and_scores(end, max_length, seed):
@@ -385,7 +391,8 @@ def test_seed_interval():
 THIRDS = lesson.UNIFORM
 
 
-@pytest.mark.parametrize("bad", [torch.tensor([0.5, 0.7, 0.1]).double(), torch.tensor([1.2, -0.4, 0.2]).double()])
+@pytest.mark.parametrize("bad", [torch.tensor(values, dtype=torch.float64) for values in (
+    [0.5, 0.7, 0.1], [1.2, -0.4, 0.2], [0.333, 0.333, 0.333], [0.5, math.nan, 0.5])])
 @pytest.mark.parametrize("call", [
     lambda bad: lesson.bandit_gradient(bad, lesson.ARMS),
     lambda bad: lesson.off_policy_bandit_update(bad, THIRDS, lesson.ARMS, baseline=0.0),
@@ -398,6 +405,26 @@ THIRDS = lesson.UNIFORM
 def test_what_is_not_a_distribution_is_refused(call, bad):
     with pytest.raises(ValueError, match="sum to 1"):
         call(bad)
+
+
+@pytest.mark.parametrize("call", [
+    lambda: lesson.bandit_gradient(THIRDS, lesson.ARMS[:, None]),
+    lambda: lesson.bandit_gradient(THIRDS.expand(3, 3), lesson.ARMS),
+    lambda: lesson.off_policy_bandit_update(THIRDS, THIRDS, lesson.ARMS[:, None], baseline=0.0),
+    lambda: lesson.off_policy_bandit_update(THIRDS, torch.ones(1).double(), lesson.ARMS, baseline=0.0),
+    lambda: lesson.optimal_baseline(THIRDS, lesson.ARMS[:, None], lesson.bandit_scores(THIRDS)),
+    lambda: lesson.ratio_second_moment(torch.ones(1).double(), THIRDS, 2),
+    lambda: lesson.ratio_second_moment(THIRDS.expand(2, 3), THIRDS.expand(2, 3), 2),
+])
+def test_shapes_that_would_broadcast_are_refused(call):
+    with pytest.raises(ValueError, match="one entry per response"):
+        call()
+
+
+def test_a_token_that_neither_policy_gives_costs_nothing():
+    half = torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64)
+    assert lesson.ratio_second_moment(half, half, 3).item() == pytest.approx(1.0, abs=1e-12)
+    assert lesson.ratio_second_moment(half, THIRDS, 1).item() == pytest.approx(1.5, abs=1e-12)
 
 
 def test_other_bad_input_is_refused():

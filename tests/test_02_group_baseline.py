@@ -232,6 +232,9 @@ def test_groups_follow_the_prompt_whatever_the_order():
     assert lesson.prompt_groups(torch.tensor([4, 4, 4])).tolist() == [[0, 1, 2]]
     with pytest.raises(ValueError, match="same number"):
         lesson.prompt_groups(torch.tensor([1, 1, 2]))
+    for ids in (torch.tensor([[1, 2], [1, 2]]), torch.tensor(1), torch.tensor([])):
+        with pytest.raises(ValueError, match="one id per response"):
+            lesson.prompt_groups(ids)
 
 
 def test_enumerate_groups_lists_every_ordered_group():
@@ -324,7 +327,7 @@ def test_std_gain_is_the_mean_of_normalised_binary_groups(p, group_size):
     assert lesson.std_gain(double(p), group_size=group_size).item() == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("rate, group_size", [(0.0, 4), (1.0, 4), (0.5, 1)])
+@pytest.mark.parametrize("rate, group_size", [(0.0, 4), (1.0, 4), (0.5, 1), (NAN, 4)])
 def test_std_gain_refuses_groups_that_are_always_flat(rate, group_size):
     with pytest.raises(ValueError, match="flat"):
         lesson.std_gain(double([0.3, rate]), group_size=group_size)
@@ -334,6 +337,9 @@ def test_flat_group_share():
     # p = 1/4: (1 + 3^K) / 4^K
     for group_size, share in [(2, 0.625), (4, 82 / 256), (8, 6562 / 65536), (16, 43046722 / 4**16)]:
         assert lesson.flat_group_share(0.25, group_size=group_size) == pytest.approx(share, rel=1e-12)
+    for rate, group_size in [(-0.1, 4), (1.5, 4), (NAN, 4), (double([0.5, 1.5]), 4), (0.5, 0)]:
+        with pytest.raises(ValueError, match="success_rate"):
+            lesson.flat_group_share(rate, group_size=group_size)
 
 
 def test_a_response_that_never_comes_changes_nothing():
@@ -345,9 +351,17 @@ def test_a_response_that_never_comes_changes_nothing():
 
 
 def test_group_estimator_refuses_what_is_not_a_distribution():
-    for probs in ([0.5, 0.7], [1.5, -0.5]):
-        with pytest.raises(ValueError, match="sum to 1"):
-            lesson.group_estimator_moments(double(probs), double([0, 1]), torch.eye(2).double(), group_size=2)
+    for probs in ([0.5, 0.7], [1.5, -0.5], [0.5, NAN], [0.499, 0.5]):
+        for function in (lesson.group_estimator_moments, lesson.leave_one_out_variance):
+            with pytest.raises(ValueError, match="sum to 1"):
+                function(double(probs), double([0, 1]), torch.eye(2).double(), group_size=2)
+    half, rewards, scores = double([0.5, 0.5]), double([0, 1]), torch.eye(2).double()
+    for shapes in [(half, double([0, 1, 5]), torch.eye(3).double()), (half, rewards[:, None], scores),
+                   (half, rewards, torch.eye(3).double())]:
+        with pytest.raises(ValueError, match="one entry per response"):
+            lesson.group_estimator_moments(*shapes, group_size=2)
+    with pytest.raises(ValueError, match="group_size ≥ 2"):
+        lesson.leave_one_out_variance(half, rewards, scores, group_size=1)
 
 
 # ---------------------------------------------------------------- (2.5): length bias
@@ -477,6 +491,9 @@ def test_start_and_reference_are_two_things():
 def test_amplification_refuses_bad_input(reference, beta):
     with pytest.raises(ValueError, match="reference_success"):
         lesson.amplified_success(0.5, reference, beta)
+    for success in (-0.1, 1.2, NAN):
+        with pytest.raises(ValueError, match="probability"):
+            lesson.amplified_success(success, 0.2, 1.0)
 
 
 # ---------------------------------------------------------------- friends
@@ -510,7 +527,9 @@ def test_noise_correction_worked_number_and_refusals():
     group = double([1, 1] + [0] * 6)
     corrected = lesson.noise_corrected_rewards(group, false_positive_rate=0.2, false_negative_rate=0.1)
     np.testing.assert_allclose(lesson.group_advantages(corrected), [15 / 14] * 2 + [-5 / 14] * 6, atol=1e-12)
-    for rates in [(0.5, 0.5), (0.7, 0.4), (-0.1, 0.2), (0.2, -0.1)]:
+    booleans = lesson.noise_corrected_rewards(group.bool(), false_positive_rate=0.2, false_negative_rate=0.1)
+    np.testing.assert_allclose(booleans, corrected, rtol=1e-6)
+    for rates in [(0.5, 0.5), (0.7, 0.4), (-0.1, 0.2), (0.2, -0.1), (NAN, 0.1), (0.1, NAN)]:
         with pytest.raises(ValueError, match="rates"):
             lesson.noise_corrected_rewards(double([1, 0]), false_positive_rate=rates[0], false_negative_rate=rates[1])
 

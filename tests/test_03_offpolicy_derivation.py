@@ -581,9 +581,22 @@ def test_no_policy_is_consistent_under_a_fair_coin():
                                             pair_weights=torch.ones(3, 3)), "pair_weights must be"),
     (lambda: lesson.pairwise_surrogate_loss(vector(0, 1), vector(0, 1), vector(0, 1), tau=1.0,
                                             pair_weights=vector(0, 1, 2, 0).view(2, 2)), "symmetric"),
+    (lambda: lesson.pairwise_surrogate_loss(vector(0, 1), vector(0, 1), vector(0, 1), tau=0.0), "tau"),
+    (lambda: lesson.kl_regularised_optimum(vector(0.499, 0.5), vector(0, 1), tau=0.5), "sum to 1"),
+    (lambda: lesson.regularised_objective(vector(0.5, 0.7), vector(0.5, 0.5), vector(0, 1), tau=0.5), "sum to 1"),
+    (lambda: lesson.regularised_objective(vector(0.5, 0.5), vector(0.5, 0.7), vector(0, 1), tau=0.5), "sum to 1"),
+    (lambda: lesson.regularised_objective(vector(0.5, 0.5), vector(0.5, 0.5), vector(0, 1)[:, None], tau=0.5),
+     "one last dimension"),
+    (lambda: lesson.regularised_objective(vector(0.5, 0.5), vector(0.5, 0.5), vector(0, 1), tau=-1.0), "tau"),
+    (lambda: lesson.population_surrogate_loss(vector(0, 1), vector(0, 1), vector(0, 1), vector(0.9, 0.9), tau=1.0),
+     "sum to 1"),
+    (lambda: lesson.mean_group_update(vector(0.5, 0.5), vector(0, 1), group_size=1), "group_size ≥ 2"),
+    (lambda: lesson.mean_group_update(vector(0.5, 0.5), vector(0, 1, 1), group_size=2), "one shape"),
+    (lambda: lesson.mean_group_update(vector(0.5, 0.7), vector(0, 1), group_size=2), "sum to 1"),
     (lambda: lesson.bandit_drift(vector(0.5, 0.4), vector(0, 1)), "sum to 1"),
     (lambda: lesson.bandit_drift(vector(0.5, 0.5), vector(0, 1, 1)), "one shape"),
     (lambda: lesson.bisect(lambda x: x + 1, 0.0, 1.0), "opposite signs"),
+    (lambda: lesson.bisect(lambda x: math.nan, 0.0, 1.0), "opposite signs"),
 ])
 def test_bad_input_is_refused_in_one_line(call, words):
     with pytest.raises(ValueError, match=words) as error:
