@@ -273,7 +273,7 @@ def batch_whitened_advantages(rewards, *, eps=1e-6):
 def noise_corrected_rewards(rewards, *, false_positive_rate, false_negative_rate):
     """Unbiased reward from a verifier that errs (arXiv 2510.18924): r̂ = (r̃ − ρ⁺)/(1 − ρ⁺ − ρ⁻), any shape.
 
-    rewards: r̃ in {0, 1} as the verifier gave them, booleans too. ρ⁺ = P(r̃=1 | r=0), ρ⁻ = P(r̃=0 | r=1). E[r̂ | r] = r.
+    rewards: r̃ in {0, 1} or booleans, as the verifier gave them. ρ⁺ = P(r̃=1 | r=0), ρ⁻ = P(r̃=0 | r=1). E[r̂ | r] = r.
     """
     if not (false_positive_rate >= 0 and false_negative_rate >= 0 and false_positive_rate + false_negative_rate < 1):
         raise ValueError("the two rates must be ≥ 0 and sum to less than 1, else the verifier says nothing about r; "
@@ -503,7 +503,7 @@ def claims_amplification(claims):
                 expected=True, measured=bool(min(ends) > REFERENCE_SUCCESS))
     utils.check(claims, "β = 1 has an unstable fixed point at .935: below it back to .681, above it up to 1",
                 tolerance=1e-6, expected=[0.681283, 1.0],
-                measured=[iterate_success(REFERENCE_SUCCESS, 1, rounds=200, start=start)[-1] for start in (0.934, 0.936)])
+                measured=[iterate_success(REFERENCE_SUCCESS, 1, rounds=200, start=p)[-1] for p in (0.934, 0.936)])
 
 
 def claims_friends(claims):

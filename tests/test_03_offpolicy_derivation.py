@@ -508,6 +508,12 @@ def test_transition_probabilities_cancel(theta, old_theta, coin):
     close(lesson.play_conditionals(vector(*whole(theta)).exp()), lesson.two_turn_logprobs(vector(*theta)))
 
 
+def test_a_prompt_that_never_comes_gets_a_uniform_answer():
+    # y¹ = 1 half of the time, x² = y¹ always, y² = 1 always: (0, 0, 1) and (1, 1, 1).
+    played = lesson.play_conditionals(vector(0, 0.5, 0, 0, 0, 0, 0, 0.5)).exp()
+    close(played, [0, 0.5, 0.25, 0.25, 0.25, 0.25, 0, 0.5])
+
+
 def test_tokens_are_the_special_case():
     """With x² = y¹ the second prompt is the prefix: the four possible trajectories are the two-token sequences."""
     theta = vector(0.3, -0.2, 0.1, 0.7, 0.0, 0.0, 0.0, 0.0, -0.4, 0.2)
