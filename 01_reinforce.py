@@ -473,7 +473,7 @@ def figure_loss(once, often, directory, *, generator):
     utils.save_figure(fig, directory, "01_loss")
 
 
-# %% Exercises: write the function in exercise_N.py, then `python 01_reinforce.py --exercise N`
+# %% Exercises: python 01_reinforce.py --exercise 1
 
 
 def bandit_optimal_baseline(probs, rewards):

@@ -610,7 +610,7 @@ def figure_success_amplification(directory):
     utils.save_figure(fig, directory, "02_success_amplification")
 
 
-# %% Exercises: write the function in exercise_N.py, then `python 02_group_baseline.py --exercise N`
+# %% Exercises: python 02_group_baseline.py --exercise 1
 
 
 def leave_one_out_advantages(rewards):

@@ -1072,7 +1072,7 @@ def figure_shaped_world(directory, curves):
     return save_figure(fig, directory, "05_stale_world")
 
 
-# %% Exercises: write the function in exercise_N.py, then `python 05_data_shaping.py --exercise N`
+# %% Exercises: python 05_data_shaping.py --exercise 1
 
 
 def kept_responses(rewards):

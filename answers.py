@@ -33,7 +33,7 @@ WORDS = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")  # La
 SPELLINGS = [  # the many ways to write a number, each brought to the plainest
     (re.compile("[\u2212\u2013]"), "-"),  # the minus sign, and the dash that often stands in for it
     (WORDS, r" \1 "),
-    (re.compile(r"(?<=[0-9])(?:,\\!|\{,\}|\\,|[\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))"), ","),  # 1{,}234
+    (re.compile(r"(?<=[0-9])(?:\{,\}|\\,|[\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))"), ","),  # 1{,}234
     (re.compile(r"(?:US)?\\?[$€£¥₹¢]|\\?%|°|\^\{?\\circ\}?|\\left|\\right|\\[!,;:()\[\] ]|~"), ""),  # $18, 18\%
     (re.compile(r"(?<=[0-9])(?=\\[dtc]?frac)"), " "),  # 1\frac{1}{2} is a mixed number
     (re.compile(r"\\[dtc]?frac\s*\{\s*(-?[0-9.,]+)\s*\}\s*\{\s*([0-9.,]+)\s*\}"), r"\1/\2"),

@@ -105,7 +105,7 @@ def lesson_arguments(docstring: str, argv=None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="fewer seeds and steps; the same claims")
     parser.add_argument("--json", metavar="PATH", help="also write the claims table to this file")
     parser.add_argument("--exercise", type=int, metavar="N", help="check your answer to exercise N instead of running the lesson")
-    parser.add_argument("--answer", metavar="FILE", help="your file for --exercise (default exercise_<N>.py; made with a stub when absent)")
+    parser.add_argument("--answer", metavar="FILE", help="your file for --exercise (default exercise_<lesson>_<N>.py; made with a stub when absent)")
     return parser.parse_args(argv)
 
 
@@ -117,7 +117,8 @@ def run_exercise(exercises: dict, args: argparse.Namespace) -> None:
     if args.exercise not in exercises:
         sys.exit(f"no exercise {args.exercise}; this lesson has {sorted(exercises)}")
     name, task, reference, inputs = exercises[args.exercise]
-    path = pathlib.Path(args.answer or f"exercise_{args.exercise}.py")
+    lesson = pathlib.Path(sys.argv[0]).stem[:2]  # "03" of 03_offpolicy_derivation.py
+    path = pathlib.Path(args.answer or f"exercise_{lesson}_{args.exercise}.py")
     if not path.exists():
         arguments = reference.__code__.co_varnames[: reference.__code__.co_argcount]
         write_text(path, f'import torch\n\n\ndef {name}({", ".join(arguments)}):\n    """{task}"""\n    raise NotImplementedError\n')

@@ -18,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import answers as trainer
-
 extract_answer, is_correct = trainer.extract_answer, trainer.is_correct
 
 EXAMPLES = settings(max_examples=200, deadline=None)
@@ -66,11 +65,14 @@ NUMBERS = [
     ("plain", "18%", "18"),  # percent is a unit, as in GSM8K's gold answers
     ("plain", "-5", "-5"),
     ("plain", "\N{MINUS SIGN}5 degrees", "-5"),
+    ("plain", "It is \N{EN DASH}5 degrees", "-5"),
     ("plain", "It is -$5.", "-5"),
     ("plain", "It is $-5.", "-5"),
     ("plain", "+5", "5"),
     ("plain", "5 - 3 = 2", "2"),
     ("plain", "so 5-3", "3"),  # a subtraction, not minus three
+    ("plain", "so (5)-3", "3"),
+    ("plain", "word " * 3000 + r"so it is \frac{1}{2}." + " word" * 3000, "1/2"),
     ("plain", "pages 12\N{EN DASH}15", "15"),
     ("plain", "x = 1/2", "1/2"),
     ("plain", "x = 1 / 2", "1/2"),
@@ -97,6 +99,7 @@ NUMBERS = [
     ("plain", r"it is \frac{3}{4}.", "3/4"),
     ("plain", "8 apples in H2O, x^2", "8"),
     ("plain", "٣", NO_ANSWER),  # only 0-9 count as digits
+    ("plain", "1" * 600, NO_ANSWER),  # no answer is this long
     ("plain", "no number", NO_ANSWER),
     ("plain", "", NO_ANSWER),
     # Marked, as models write it.
@@ -111,6 +114,7 @@ NUMBERS = [
     ("marked", "#### 12,000,", "12000"),
     ("marked", r"#### \boxed{18}", "18"),
     ("marked", r"#### Final answer" "\n\n" r"\boxed{18}", "18"),
+    ("marked", r"\boxed{3}, no:" "\n#### 4", "4"),
     ("marked", "It was 3 before. ####", NO_ANSWER),
     # Boxed: the number must fill the box, up to units.
     ("boxed", r"\boxed{\text{42}}", "42"),
@@ -132,6 +136,7 @@ NUMBERS = [
     ("boxed", r"\boxed{\boxed{4}}", "4"),
     ("boxed", r"$\boxed{18}$ dollars, not 20", "18"),
     ("boxed", r"\boxed{}, 5", NO_ANSWER),
+    ("boxed", r"\boxed{" + "x" * 600 + "}", NO_ANSWER),
 ]
 
 
@@ -151,6 +156,8 @@ TEXTS = [
     ("plain", "2^{10}", "2^{10}", "10"),
     ("plain", "12,34,567", "12,34,567", "567"),
     ("plain", "0,5", "0,5", "5"),
+    ("plain", "0,123", "0,123", "123"),
+    ("plain", "1234,567", "1234,567", "1234567"),
     ("plain", "1.234,50", "1.234,50", "50"),
     ("plain", "version 1.2.3", "1.2.3", "3"),
     ("plain", "on 10/12/2024", "10/12/2024", "2024"),
@@ -158,8 +165,12 @@ TEXTS = [
     ("plain", "1e999", "1e999", "999"),
     ("marked", "#### Step 2: add", "Step 2: add", "2"),
     ("marked", "#### at 3:30", "at 3:30", "30"),
+    ("marked", "#### at noon\nQuestion: 7", "at noon", "7"),
     ("boxed", r"\boxed{2x+1}", "2x+1", "2"),
     ("boxed", r"\boxed{5 x}", "5 x", "5"),
+    ("boxed", r"\boxed{2ab}", "2ab", "2"),
+    ("boxed", r"\boxed{2x=10}", "2x=10", "10"),
+    ("boxed", r"\boxed{\left\{ x \right.} or 3", r"\left\{ x \right.", "3"),
     ("boxed", r"\boxed{2\pi}", r"2\pi", "2"),
     ("boxed", r"\boxed{2 pi}", "2 pi", "2"),
     ("boxed", r"\boxed{(1,2)}", "(1,2)", "2"),
@@ -190,7 +201,7 @@ def test_c49_of_a_gold_solution_only_the_marked_answer_counts():
     assert not is_correct("#### 12", gold) and not is_correct("#### 100", gold)
 
 
-@pytest.mark.parametrize("text, gold", [("1234", "12"), ("12", "1234"), ("#### 1234", "#### 12"), (r"\boxed{1234}", "12")])
+@pytest.mark.parametrize("text, gold", [("1234", "12"), ("12", "1234"), ("#### 1234", "#### 12"), ("It is 123.", "12")])
 def test_c53_no_prefix_counts(text, gold):
     assert not is_correct(text, gold)
 
@@ -263,8 +274,9 @@ def test_decimals_are_exact(n, places, zeros):
 # %% ---------------------------------------------------------------- total, pure and fast
 
 pieces = st.lists(st.sampled_from([
-    "#", "####", "\\boxed{", "{", "}", "\\frac", "\\text{", "1", "12", ",", ".", "/", " ", "-", "−", "$", "%", "^", "e",
-    "E", "=", ":", "x", "\n", "\\", "10", "×", "</think>", "(", ")", "_", "0", "٣", "\ud800"]), max_size=30).map("".join)
+    "#", "####", "\\boxed{", "{", "}", "\\frac", "\\text{", "1", "12", ",", ".", "/", " ", "-", "−", "$", "%", "^", "e", "E",
+    "=", ":", "x", "\n", "\\", "10", "×", "</think>", "(", ")", "_", "0", "٣", "\ud800",
+]), max_size=30).map("".join)
 anything = st.one_of(st.text(), pieces, st.none(), st.integers(), st.floats(), st.binary(), st.lists(st.text()))
 
 
@@ -292,7 +304,7 @@ HUGE = {
     "unit spaces": "\\boxed{5" + " " * 480 + "0}",
     "label spaces": "\\boxed{x" + " " * 480 + "0}", "frac spaces": "\\boxed{\\frac" + " " * 480 + "}",
     "long denominator": "1/" + "9" * 490,
-    "ten million": "word 5 " * 1_500_000,
+    "ten million": "word 5 " * 1_500_000, "ten million braces": "\\boxed{" + "{" * 10_000_000,
 }
 
 
@@ -343,7 +355,9 @@ ENDLESS = "9^{9^{9^{9}}}"
 @pytest.mark.parametrize("answer, gold, equal", [
     ("1+x^2", "x^2+1", True), (r"\pi/2", r"\frac{\pi}{2}", True), (r"\sqrt{12}", r"2\sqrt{3}", True),
     ("10^3", "1000", True),
-    ("1-x^2", "x^2-1", False), ("(0,1]", "[0,1)", False), ("x>5", "x<5", False), ("0.333333", "1/3", False),
+    ("1-x^2", "x^2-1", False), ("(0,1]", "[0,1)", False), ("x>5", "x<5", False),
+    ("(1,2)", "1<x<2", True), ("1<x<2", "(1,2)", False),  # math-verify reads an interval into a gold inequality only
+    ("0.333333", "1/3", False),
     ("", "5", False),
     ("\ud800\n\x00", "5", False), ("it has 5", "5", False), (r"\frac{", "5", False),
 ])
@@ -385,6 +399,9 @@ def test_threads_get_their_own_answers():
 
 def test_symbolic_worker_survives_its_own_death_and_ends_itself():
     assert trainer.symbolic_equal("x", "x", seconds=20)
+    trainer.symbolic_equal("x", "x", seconds=1)
+    time.sleep(1.2)
+    assert trainer.symbolic_worker.poll() is None  # the watchdog is off between two questions
     trainer.symbolic_worker.kill()
     trainer.symbolic_worker.wait()
     assert trainer.symbolic_equal("1+x", "x+1", seconds=20)
