@@ -56,8 +56,8 @@ clip, prevents the fall too, and data that are never refreshed punish a tight cl
 
 Run       python 04_regularization.py [--quick] [--seed N] [--out DIR] [--json PATH]
           python 04_regularization.py --exercise 1        (or 2, 3: each checks a function that you write)
-You see   a table of where 16 methods end at 4 kinds of staleness, the verdicts, a table of claims and three figures;
-          about 12 seconds on a laptop.
+You see   where the methods end on fixed data and at four kinds of staleness, the verdicts, a table of claims and three
+          figures; about 12 seconds on a laptop.
 Before    Lesson 03 showed that REINFORCE accepts any data, and two ways in which that goes wrong. Here is the first
           repair: stay near the sampler.
 """
@@ -105,45 +105,6 @@ def group_advantages(rewards, *, leave_one_out=False, std_normalize=False, eps=1
     # In float32 the mean of seven times 0.1 is not 0.1, and a tiny std blows that error up: so ask the rewards.
     flat = rewards.amax(-1, keepdim=True) == rewards.amin(-1, keepdim=True)
     return torch.where(flat, torch.zeros_like(advantages), advantages)
-
-
-def aggregate(per_token, mask, *, mode, constant=None):
-    """Reduce per-token losses to one number, with the denominator named.
-
-    per_token: (..., B, T) float; mask: the same shape, True (or 1) on response tokens. Returns (...).
-    mode:  "token-mean"           sum over all tokens / number of tokens              (DAPO; the paper's code)
-           "seq-mean-token-mean"  mean over responses of the mean over their tokens   (GRPO as published)
-           "seq-mean-token-sum"   mean over responses of the sum over their tokens    (the policy gradient itself)
-           "constant"             seq-mean-token-sum / constant, a fixed token budget (Dr. GRPO)
-    Masked tokens are left out before any arithmetic, so NaN or infinity there is harmless. A response without any token
-    counts in no denominator, and no token at all gives 0. ValueError: unequal shapes, a mask that is not 0/1, an
-    unknown mode, a constant that is missing, not positive or not wanted.
-    """
-    if mode not in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant"):
-        raise ValueError(f"mode must be token-mean, seq-mean-token-mean, seq-mean-token-sum or constant, not {mode!r}")
-    if (mode == "constant") != (constant is not None) or (constant is not None and not constant > 0):
-        raise ValueError("mode 'constant' needs a constant > 0 and the other modes take none; "
-                         f"got {mode!r}, {constant!r}")
-    if per_token.shape != mask.shape or per_token.dim() < 2:
-        raise ValueError("per_token and mask must have one shape (..., B, T), "
-                         f"not {tuple(per_token.shape)} and {tuple(mask.shape)}")
-    if mask.dtype != torch.bool:
-        if not ((mask == 0) | (mask == 1)).all():
-            raise ValueError("mask must hold 0 and 1 only; was another tensor passed in its place?")
-        mask = mask.bool()
-    kept = torch.where(mask, per_token, torch.zeros_like(per_token))  # where, not times: NaN · 0 is NaN
-    lengths = mask.sum(-1)
-    if mode == "token-mean":
-        return kept.sum((-2, -1)) / lengths.sum(-1).clamp(min=1)
-    per_response = kept.sum(-1)
-    if mode == "seq-mean-token-mean":
-        per_response = per_response / lengths.clamp(min=1)
-    elif mode == "constant":
-        per_response = per_response / constant
-    return per_response.sum(-1) / (lengths > 0).sum(-1).clamp(min=1)
-
-
-# %% Which responses form a group, and the estimator averaged over every group
 
 
 def clip_mask(ratio, advantages, *, clip, eps_low=0.2, eps_high=0.2, outer_low=0.6, outer_high=2.0):
@@ -571,6 +532,8 @@ def bandit_ends(*, steps):
 
 
 SETTINGS = {"fresh (1, 0)": (1, 0), "(20, 0)": (20, 0), "(1, 10)": (1, 10), "offline": (None, 0)}
+# Chosen so that fresh data nearly solve the task in 100 steps and staleness hurts. The sweep over SHARES shows how much
+# hangs on this choice: with a table for each prompt, unclipped REINFORCE needs no leash at all.
 STEP_SIZE, SHARING = 3.0, 0.85
 INTERVALS, SHARES = (1, 2, 5, 10, 20, 50, 100), (0.0, 0.25, 0.5, 0.75, 1.0)
 SHOWN = ("reinforce", "reinforce-is", "rec-oneside-nois", "rec-oneside-nois (.6, 2)", "rep-opmd", "rep-asymre")
@@ -642,14 +605,20 @@ def paper_verdicts(runs, names):
     return rows
 
 
-def print_table(runs, names, rows, *, seeds, steps):
-    """J at the end of every run and the verdicts, both with intervals."""
-    print(f"Stale world: J after {steps} steps, mean of {seeds} seeds [95 % interval]; start "
-          f"{next(iter(runs.values()))['value'][0, :, 0].mean():.2f}, best possible 1\n")
-    print(" " * 26 + "".join(f"{setting:20}" for setting in runs))
-    ends = [interval(curves["value"][..., -1]) for curves in runs.values()]
+def print_tables(ends, runs, names, rows, *, seeds, steps):
+    """Where the bandit ends, J at the end of every stale run, and the verdicts."""
+    print("Fixed data, 3-arm bandit: where each method ends\n\n" + " " * 28 + "arm 1  arm 2  arm 3    J")
+    for name, probs in ends.items():
+        print(f"{name:28}" + "".join(f"{p:<7.3f}" for p in probs) + f"  {probs @ REWARDS:.3f}")
+    start = next(iter(runs.values()))["value"][0, :, 0].mean()
+    print(f"\nStale world: J after {steps} steps, mean of {seeds} seeds [95 % interval]; start {start:.2f}, best 1.\n"
+          "On the right, means over the run at (20, 0).\n")
+    print(" " * 26 + "".join(f"{setting:19}" for setting in runs) + "KL     sample  clipped")
+    finals = [interval(curves["value"][..., -1]) for curves in runs.values()]
+    means = [runs["(20, 0)"][key].mean((-1, -2)) for key in ("kl", "ess", "clipped")]
     for i, name in enumerate(names):
-        print(f"{name:26}" + "".join(f"{mean[i]:.2f} [{low[i]:.2f}, {high[i]:.2f}]   " for mean, low, high in ends))
+        print(f"{name:26}" + "".join(f"{mean[i]:.2f} [{low[i]:.2f}, {high[i]:.2f}]  " for mean, low, high in finals)
+              + f"{means[0][i]:<7.2f}{means[1][i]:<8.2f}{means[2][i]:.2f}")
     print("\nWhat the paper claims, and what shows here: final J, first minus second, unless said otherwise\n")
     for claim, setting, mean, low, high, outcome in rows:
         print(f"{claim:58}{setting:9}{mean:+.3f} [{low:+.3f}, {high:+.3f}]  {outcome}")
@@ -1021,8 +990,8 @@ def main(argv=None):
     by_interval = {every: ends_shown[every] if every in ends_shown
                    else run_stale(SHOWN, setting=(every, 0), **options)["value"][..., -1] for every in intervals}
     by_sharing = {share: run_stale(SHOWN, sharing=share, **options)["value"][..., -1] for share in shares}
-    print_table(runs, names, paper_verdicts(runs, names), seeds=seeds, steps=steps)
     ends = bandit_ends(steps=200)
+    print_tables(ends, runs, names, paper_verdicts(runs, names), seeds=seeds, steps=steps)
 
     claims = []
     claims_mask(claims)

@@ -298,7 +298,7 @@ def test_far_ratios_are_capped_and_finite():
 
 
 def test_the_loss_the_weights_and_the_picture_ask_the_one_mask(monkeypatch, tmp_path):
-    asked = []
+    asked, shaded = [], []
 
     def keeps_nothing(ratio, advantages, **options):
         asked.append(options["clip"])
@@ -309,8 +309,9 @@ def test_the_loss_the_weights_and_the_picture_ask_the_one_mask(monkeypatch, tmp_
     for loss in ("rec", "rec-nois", "gspo"):
         assert (gradient(LOSSES[loss], *tensors) == 0).all()
     assert asked == ["one_side", "ring", "one_side"]
+    monkeypatch.setattr("matplotlib.axes.Axes.fill_between", lambda *places, where, **options: shaded.append(where))
     lesson.figure_gradient_weight(tmp_path)
-    assert set(asked) == set(CLIPS)
+    assert set(asked) == set(CLIPS) and len(shaded) == 12 and all(where.all() for where in shaded)
 
 
 # ------------------------------------------------------------------------------------------------------- penalties
@@ -470,6 +471,15 @@ def test_samples_follow_the_policy_and_are_shared_by_methods():
         expected = 32000 * probs[0, seed, 0]
         assert counts[5] == 0 and counts[63] == 0
         assert ((counts - expected) ** 2 / expected.clamp(min=1)).sum() < 120  # χ², 61 degrees: mean 61, sd 11
+
+
+@pytest.mark.parametrize("uniform, expected", [(0.0, 1), (0.25, 3), (0.9999999999999999, 63)])
+def test_impossible_responses_are_never_drawn(monkeypatch, uniform, expected):
+    """Probabilities 0, ¼, 0, ¾/61, …: at the edges of the unit interval, and exactly on a step."""
+    probs = torch.tensor([0.0, 0.25, 0.0] + [0.75 / 61] * 61, dtype=torch.float64)
+    monkeypatch.setattr(torch, "rand", lambda *shape, **options: torch.full(shape, uniform, dtype=torch.float64))
+    drawn = lesson.sample_responses(probs.log().expand(1, 1, 1, 64), generator=None)
+    assert (drawn == expected).all()
 
 
 def test_logit_gradient_is_autograd():
