@@ -40,6 +40,9 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
+# Threads that wait for each other should sleep: spinning, they slow training several times when the machine has other work.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
