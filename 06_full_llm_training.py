@@ -35,14 +35,17 @@ import random
 import shutil
 import signal
 import sys
+import textwrap
 import threading
 import time
+import warnings
 from collections import deque
 from dataclasses import dataclass, field
 
 # Threads that wait for each other should sleep: spinning, they slow training several times when the machine has other work.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import matplotlib
 import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -83,6 +86,18 @@ class AlgorithmOptions:
     beta: float | None = option(None, "strength of the forward-KL penalty, in nats per token (AsymRE)", "the row's")
     weight_temperature: float | None = option(None, "temperature T of RED-Weight's exp(A/T), in units of reward", "the row's")
     weight_cap: float | None = option(None, "largest importance weight (CISPO, TIS, TOPR, TIC-GRPO)", "the row's")
+    entropy_target: float | None = option(None, "entropy that AEPO steers to, in nats per token", "the row's")
+
+
+@dataclass(kw_only=True)
+class FriendOptions:
+    _argument_group_name = "what single rows need"
+    reward_noise: str = option("0,0", "ρ⁺,ρ⁻: flip this share of the verifier's verdicts on wrong and on right answers")
+    noise_rates: str | None = option(None, "ρ⁺,ρ⁻ that noise-corrected-grpo assumes", "those of --reward-noise")
+    calibrate: int = option(0, "train nothing: estimate ρ⁺ and ρ⁻ of the verifier from this many answers of --model")
+    step_reward: str | None = option(None, "module:function of your own, called with (question, response, answer), returns the "
+                                     "share of leading steps that are right (sgpo)", "leading digits, for addition only")
+    refills: int = option(4, "how often dapo may replace groups without a contrast in one batch")
 
 
 @dataclass(kw_only=True)
@@ -121,12 +136,13 @@ class OutputOptions:
     overwrite: bool = option(False, "replace the run in --out")
     config: str | None = option(None, "a file of flags, such as a run's config.json; flags on the command line win", "none")
     compare: str | None = option(None, "train several rows, comma-separated, from the same base and overlay them; or: paper", "none")
+    map: str | None = option(None, "train nothing: draw 06_family.png, the map of all rows, into this folder", "none")
     tensorboard: bool = option(False, "also write the metrics for TensorBoard, into <out>/tensorboard")
     cache_dir: str = option(str(pathlib.Path(__file__).resolve().parent / "cache"), "where the built-in model is kept",
                             "cache, beside this file")
 
 
-GROUPS = (ModelOptions, AlgorithmOptions, StalenessOptions, TrainingOptions, OutputOptions)
+GROUPS = (ModelOptions, AlgorithmOptions, FriendOptions, StalenessOptions, TrainingOptions, OutputOptions)
 
 
 @dataclass(kw_only=True)
@@ -136,7 +152,7 @@ class Config(*GROUPS):
 
 METRICS = {  # what a line of metrics.jsonl says; --help ends with it
     "step": "optimizer steps so far; step 0 only evaluates",
-    "reward": "mean reward of the batch, under the policy that sampled it",
+    "reward": "mean reward of the batch as the trainer sees it, under the policy that sampled it",
     "loss": "value of the loss. It says little: advantages sum to 0 in a group, so a value near 0 is normal",
     "grad_norm": "L2 norm of the gradient before clipping it to --max-grad-norm",
     "entropy": "of the policy, in nats per token",
@@ -149,7 +165,7 @@ METRICS = {  # what a line of metrics.jsonl says; --help ends with it
     "ratio_max": "… the largest",
     "ess": "effective sample size of the responses, as a share: 1 when on-policy, 1/B when one carries all the weight",
     "staleness": "updates between the sampler's weights and the policy's",
-    "flat_groups": "share of groups whose rewards are all equal, which teach nothing",
+    "flat_groups": "share of groups whose rewards are all equal, which teach most rows nothing",
     "truncated": "share of responses cut off at --max-new-tokens",
     "completion_length": "mean length of a response, in tokens",
     "tokens_per_second": "response tokens of the batch per second of sampling and training",
@@ -179,6 +195,8 @@ def require(condition: bool, message: str) -> None:
 def validate(config: Config) -> None:
     """Refuse impossible settings before any work starts."""
     require(not (config.compare and config.eval_only), "--eval-only evaluates one model; leave --compare out")
+    for name in ("reward_noise", "noise_rates"):
+        rate_pair(getattr(config, name) or "0,0", flag=f"--{name.replace('_', '-')}")
     if config.tensorboard:
         try:
             from torch.utils import tensorboard  # noqa: F401
@@ -187,28 +205,43 @@ def validate(config: Config) -> None:
     rows = [] if config.compare == "paper" else config.compare.split(",") if config.compare else [config.algorithm]
     for name in rows:
         require(name in ALGORITHMS, f"unknown algorithm {name!r}; choose from: {', '.join(ALGORITHMS)}")
+        require(not ALGORITHMS[name].graded or config.step_reward or config.task.startswith("addition"),
+                f"{name} must judge single steps; for --task {config.task} give it --step-reward module:function")
+        require(not ALGORITHMS[name].worked_examples or config.group_size >= 3,
+                f"{name} needs --group-size 3 or more: one response with a worked example, and others to compare it with")
     require(config.group_size >= 2, f"--group-size is {config.group_size}; a baseline needs at least 2 responses to a prompt")
     require(config.sync_interval >= 1, f"--sync-interval is {config.sync_interval}; it must be at least 1, or use --offline")
     require(config.sync_offset >= 0, f"--sync-offset is {config.sync_offset}; it must be 0 or more")
     for name in ("steps", "prompts_per_step", "max_new_tokens", "micro_batch_tokens", "eval_every", "eval_questions",
                  "eval_samples", "save_every", "max_prompt_tokens"):
         require(getattr(config, name) >= 1, f"--{name.replace('_', '-')} is {getattr(config, name)}; it must be at least 1")
-    for name in ("learning_rate", "max_grad_norm", "temperature", "weight_temperature", "weight_cap"):
+    for name in ("learning_rate", "max_grad_norm", "temperature", "weight_temperature", "weight_cap", "entropy_target"):
         value = getattr(config, name)
         require(value is None or 0 < value < math.inf, f"--{name.replace('_', '-')} is {value}; it must be positive and finite")
-    for name in ("eps_low", "eps_high", "outer_low", "outer_high", "tau", "beta"):
+    for name in ("eps_low", "eps_high", "outer_low", "outer_high", "tau", "beta", "calibrate", "refills"):
         value = getattr(config, name)
         require(value is None or 0 <= value < math.inf, f"--{name.replace('_', '-')} is {value}; it must be 0 or more")
     require(config.dtype in ("auto", "float32", "bfloat16"), f"--dtype is {config.dtype!r}; choose auto, float32 or bfloat16")
     try:
         pick_device(config.device)
-        if config.reward:
-            load_reward(config.reward)
+        for function in filter(None, (config.reward, config.step_reward)):
+            load_reward(function)
         for name in rows:  # the loss itself knows which bounds go together
             row = chosen_row(dataclasses.replace(config, algorithm=name))
             policy_loss(*torch.zeros(3, 1, 1), torch.ones(1, 1), algorithm=row, constant=config.max_new_tokens)
     except ValueError as error:
         raise UserError(one_line(error))
+
+
+def rate_pair(text: str, *, flag: str) -> tuple[float, float]:
+    """'0.2,0.1' → (ρ⁺, ρ⁻), the shares of wrong and of right answers that the verifier misjudges."""
+    try:
+        false_positive, false_negative = map(float, text.split(","))
+    except ValueError:
+        raise UserError(f"{flag} is {text!r}; it must be two numbers with a comma, such as 0.2,0.1") from None
+    require(min(false_positive, false_negative) >= 0 and false_positive + false_negative < 1,
+            f"{flag} is {text}; the rates must be 0 or more, and sum to less than 1, else a verdict says nothing")
+    return false_positive, false_negative
 
 
 # %% --------------------------------------------------------------------------------------------- tasks and rewards
@@ -347,15 +380,26 @@ def stop_ids(model, tokenizer) -> set:
     return {int(i) for i in [*configured, tokenizer.eos_token_id] if i is not None}
 
 
-def encode_prompts(tokenizer, examples, *, device):
-    """Left-padded (ids, mask), each (P, L). A chat template, where there is one, also places the one BOS."""
+def context_length(model):
+    return getattr(model.config, "max_position_embeddings", None) or math.inf
+
+
+def encode_prompts(tokenizer, examples, *, device, worked=()):
+    """Left-padded (ids, mask), each (P, L). A chat template, where there is one, also places the one BOS.
+
+    worked: solved examples to show before each question, in the form in which it is asked; never the question itself.
+    """
     rows = []
     for example in examples:
+        shown = [other for other in worked if other.question != example.question]
         if tokenizer.chat_template:
-            ids = tokenizer.apply_chat_template([{"role": "user", "content": example.question}], add_generation_prompt=True,
-                                                return_dict=False)
+            turns = [turn for other in shown for turn in (("user", other.question), ("assistant", other.answer))]
+            turns = [{"role": role, "content": content} for role, content in [*turns, ("user", example.question)]]
+            ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
         else:
-            ids = tokenizer(example.terse or f"Question: {example.question}\nAnswer:")["input_ids"]
+            solved = "".join(f"{other.terse}{other.answer};" if other.terse else
+                             f"Question: {other.question}\nAnswer: {other.answer}\n\n" for other in shown)
+            ids = tokenizer(solved + (example.terse or f"Question: {example.question}\nAnswer:"))["input_ids"]
             if tokenizer.eos_token_id is not None and len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:
                 ids = ids[:-1]  # some tokenizers close every text; a prompt is not closed
         rows.append(ids)
@@ -553,6 +597,8 @@ class Rollout:
     truncated: torch.Tensor     # (B,) no EOS within max_new_tokens
     version: int                # updates the sampler's weights had seen
     samples: list               # a few (question, response, answer, reward) for the log
+    hinted: torch.Tensor | None = None  # (B,) sampled with worked examples in the prompt (ICPO)
+    number: int = 1             # which batch of the run this is, from 1
 
 
 @functools.cache
@@ -565,30 +611,155 @@ def reward_function(name: str | None, task: str):
     return lambda question, text, answer: float(is_correct(text, answer))
 
 
-def collect(model, tokenizer, examples, config: Config, *, version: int, generator) -> Rollout:
-    """Sample a group of responses to each example and reward them. Raises UserError when the reward fails."""
-    device = next(model.parameters()).device
+def collect(model, tokenizer, examples, config: Config, *, version: int, generator, row=None, number=1, worked=()) -> Rollout:
+    """Sample a group of responses to each example and reward them. Raises UserError when the reward fails.
+
+    row: in training, the row whose mechanisms act on data and rewards; None in an evaluation. worked: see hinted_group.
+    """
+    device, hinted = next(model.parameters()).device, None
     prompt, prompt_mask = encode_prompts(tokenizer, examples, device=device)
-    eos_ids = stop_ids(model, tokenizer)
+    options = {"temperature": config.temperature, "max_new_tokens": config.max_new_tokens, "generator": generator,
+               "group_size": config.group_size, "eos_ids": stop_ids(model, tokenizer), "pad_id": tokenizer.pad_token_id}
     with autocast(config, device):  # as in training, or every ratio would carry the difference of the two precisions
-        tokens, mask, logprobs = generate(model, prompt, prompt_mask, group_size=config.group_size,
-                                          temperature=config.temperature, max_new_tokens=config.max_new_tokens,
-                                          eos_ids=eos_ids, pad_id=tokenizer.pad_token_id, generator=generator)
+        if worked:
+            tokens, mask, logprobs, hinted = hinted_group(model, tokenizer, examples, prompt, prompt_mask, worked, **options)
+        else:
+            tokens, mask, logprobs = generate(model, prompt, prompt_mask, **options)
     texts = decode(tokenizer, tokens, mask)
     asked = [e for e in examples for _ in range(config.group_size)]
     try:
         reward = reward_function(config.reward, config.task)
         rewards = torch.tensor([reward(e.question, text, e.answer) for e, text in zip(asked, texts)], device=device)
+        rewards = rewards.view(len(examples), -1)
+        if row:
+            rewards = training_rewards(rewards, asked, texts, mask.sum(1), config, row=row, generator=generator)
     except (ValueError, ImportError) as error:
         raise UserError(one_line(error)) from error
-    ended = (torch.isin(tokens, torch.tensor(sorted(eos_ids), device=device)) & mask).any(1)
+    ended = (torch.isin(tokens, torch.tensor(sorted(options["eos_ids"]), device=device)) & mask).any(1)
     samples = [{"question": e.question, "response": texts[i * config.group_size], "answer": e.answer,
-                "reward": rewards[i * config.group_size].item()} for i, e in enumerate(examples[:4])]
-    return Rollout(prompt, prompt_mask, tokens, mask, logprobs, rewards.view(len(examples), -1), ~ended, version, samples)
+                "reward": rewards[i, 0].item()} for i, e in enumerate(examples[:4])]
+    return Rollout(prompt, prompt_mask, tokens, mask, logprobs, rewards, ~ended, version, samples, hinted, number)
 
 
 def decode(tokenizer, tokens, mask) -> list:
     return tokenizer.batch_decode([row[keep].tolist() for row, keep in zip(tokens.cpu(), mask.cpu())], skip_special_tokens=True)
+
+
+# %% ------------------------------------------------------------------------- what some rows do to rewards and data
+
+
+def training_rewards(rewards, asked, texts, lengths, config: Config, *, row, generator):
+    """What the trainer sees, (P, K) → (P, K): a verifier that errs, SGPO's graded steps, DAPO's length penalty."""
+    if config.reward_noise != "0,0":
+        rewards = noisy_verdicts(rewards, rate_pair(config.reward_noise, flag="--reward-noise"), generator=generator)
+    if row.graded:
+        judge = load_reward(config.step_reward) if config.step_reward else leading_digits
+        wrong = rewards.amax(1) <= 0
+        shares = [judge(e.question, text, e.answer) if wrong[i // rewards.shape[1]] else 0.0
+                  for i, (e, text) in enumerate(zip(asked, texts))]
+        rewards = torch.where(wrong[:, None], graded_reward(torch.tensor(shares).to(rewards)).view_as(rewards), rewards)
+    if row.overlong_share:
+        budget = config.max_new_tokens
+        rewards = rewards + overlong_penalty(lengths, max_length=budget, cache=row.overlong_share * budget).view_as(rewards)
+    return rewards
+
+
+def noisy_verdicts(rewards, rates, *, generator):
+    """Flip verdicts of 0 with probability ρ⁺ and verdicts of 1 with probability ρ⁻."""
+    if not ((rewards == 0) | (rewards == 1)).all():
+        raise ValueError("--reward-noise flips verdicts of 0 and 1, and this reward gives other numbers")
+    chance = torch.where(rewards == 0, *rates)
+    return (rewards - (torch.rand(rewards.shape, generator=generator, device=rewards.device) < chance).to(rewards)).abs()
+
+
+def leading_digits(question: str, text: str, answer: str) -> float:
+    """The exact step checker of addition: the share of digits that are right, counted from the first to the first wrong one."""
+    found = extract_answer(text) or ""
+    return len(os.path.commonprefix([found, answer])) / max(len(found), len(answer))
+
+
+# Copies from lessons 04 and 05.
+
+
+def overlong_penalty(length, *, max_length, cache):
+    """DAPO: 0 up to max_length − cache, then linear to −1 at max_length; lesson 04 explains it."""
+    return (-(length - (max_length - cache)) / cache).clamp(max=0)
+
+
+def graded_reward(right_steps, *, steepness=5.0, centre=0.5):
+    """SGPO: 1/(1 + exp(−β(RTS − γ))); lesson 05 explains it."""
+    if ((right_steps < 0) | (right_steps > 1)).any():
+        raise ValueError("right_steps is the share of right leading steps and must lie in [0, 1]")
+    return torch.sigmoid(steepness * (right_steps - centre))
+
+
+def informative_groups(rewards):
+    """True for a group that is not flat, (..., K) → (...); lesson 05 explains it."""
+    return rewards.amax(-1) != rewards.amin(-1)
+
+
+def training_batch(sampler, tokenizer, task: Task, number: int, config: Config, *, row, version: int, generator) -> Rollout:
+    """Batch `number` of the run. DAPO's dynamic sampling replaces its flat groups, at most --refills times."""
+    options = {"row": row, "number": number, "version": version, "generator": generator}
+    if row.worked_examples:
+        options["worked"] = batch_examples(task.train, number, count=row.worked_examples, seed=config.seed + 1)
+    examples = batch_examples(task.train, number, count=config.prompts_per_step, seed=config.seed)
+    batch = collect(sampler, tokenizer, examples, config, **options)
+    for attempt in range(config.refills if row.refill else 0):
+        keep = informative_groups(batch.rewards)
+        if keep.all():
+            break
+        # a shuffle of its own for each attempt; a pure function of the batch number again, so that a resumed run repeats it
+        seed, count = (config.seed + 1) * 1009 + attempt, int((~keep).sum())
+        more = batch_examples(task.train, number, count=count, seed=seed)
+        batch = join(batch, keep, collect(sampler, tokenizer, more, config, **options))
+    else:
+        if row.refill and not informative_groups(batch.rewards).all():
+            warnings.warn(f"groups without a contrast remain after --refills {config.refills}; they stay in the batch, with "
+                          "advantage 0 (flat_groups in metrics.jsonl). An easier task or larger groups help", stacklevel=2)
+    return batch
+
+
+def join(first: Rollout, keep, second: Rollout) -> Rollout:
+    """The groups of `first` where keep (P,) is True, then those of `second`, padded to one width."""
+    rows = keep.repeat_interleave(first.rewards.shape[1])
+
+    def both(name, kept, left=False):
+        return pad_and_stack(getattr(first, name)[kept], getattr(second, name), left=left)
+
+    return dataclasses.replace(
+        first, rewards=both("rewards", keep), prompt=both("prompt", keep, left=True),
+        prompt_mask=both("prompt_mask", keep, left=True),
+        **{name: both(name, rows) for name in ("tokens", "mask", "old_logprobs")},
+        truncated=torch.cat([first.truncated[rows], second.truncated]))
+
+
+def pad_and_stack(first, second, *, left=False):
+    """Two tensors (·, T₁) and (·, T₂) on top of each other; what fills the gap is masked, so 0 will do."""
+    width = max(first.shape[1], second.shape[1])
+    gaps = [(width - part.shape[1], 0) if left else (0, width - part.shape[1]) for part in (first, second)]
+    return torch.cat([torch.nn.functional.pad(part, gap) for part, gap in zip((first, second), gaps)])
+
+
+def hinted_group(model, tokenizer, examples, prompt, prompt_mask, worked, *, group_size: int, temperature: float, **options):
+    """ICPO: the last response of each group is sampled with worked examples in the prompt, and scored without them.
+
+    Returns tokens, mask, logprobs and hinted (B,). The sampler's log-probabilities of hinted tokens are those under the plain
+    prompt as well, so that ratios and KL go on to measure staleness, not the hint.
+    """
+    options["temperature"] = temperature
+    tokens, mask, logprobs = generate(model, prompt, prompt_mask, group_size=group_size - 1, **options)
+    shown, shown_mask = encode_prompts(tokenizer, examples, device=prompt.device, worked=worked)
+    require(shown.shape[1] + options["max_new_tokens"] <= context_length(model), f"with a worked example a prompt has "
+            f"{shown.shape[1]} tokens, and the model's context of {context_length(model)} leaves no room for the answer")
+    hinted_tokens, hinted_mask, _ = generate(model, shown, shown_mask, group_size=1, **options)
+    with torch.no_grad():
+        hinted_logprobs, _ = token_logprobs(model, prompt, hinted_tokens, prompt_mask=prompt_mask, mask=hinted_mask,
+                                            temperature=temperature)
+    hinted = torch.arange(len(prompt) * group_size, device=prompt.device) % group_size == group_size - 1
+    order = hinted.long().argsort(stable=True).argsort()  # the plain rows come first in the stack, then the hinted ones
+    pairs = ((tokens, hinted_tokens), (mask, hinted_mask), (logprobs, hinted_logprobs))
+    return *(pad_and_stack(*pair)[order] for pair in pairs), hinted
 
 
 # %% ----------------------------------------------------------------------------------------------- log-probabilities
@@ -651,9 +822,12 @@ def _chosen_logprobs(head, states, targets, *, temperature):
 @dataclass(frozen=True)
 class Algorithm:
     """One row of the family: what it chooses for A, M, W, R and N. Fields left alone are plain REINFORCE with a group mean."""
-    baseline: str = "group"             # A: group | leave-one-out | batch | virtual (the group and one more response, a right one)
+    baseline: str = "group"             # A: group | leave-one-out | batch | virtual (the group and one more response, a right
+                                        #    one) | hinted (ICPO's pool)
     std_normalize: bool = False         # A: divide by the group's standard deviation (ddof 0, + 1e-6)
     per_token_reward: bool = False      # A: made from r/|y| in place of r
+    correct_noise: bool = False         # A: made from rewards that undo the verifier's error rates
+    process_weight: float | None = None  # A: EP-GRPO's token advantages, with this much of the process signal
     shaping: str = "none"               # A: none | drop (RED-Drop) | weight (RED-Weight) | adaptive-weight
     weight_temperature: float = 1.0     # A: T of exp(A/T)
     clip: str = "none"                  # M: none | one_side | two_side | ring
@@ -661,12 +835,19 @@ class Algorithm:
     eps_high: float = 0.2               # M
     outer_low: float = 0.6              # M: ring only
     outer_high: float = 2.0             # M: ring only
-    level: str = "token"                # M, W: the ratio ρ of a token | sequence (its geometric mean) | trajectory (its product)
+    level: str = "token"                # M, W: the ratio ρ of a token | sequence (geometric mean) | trajectory (product)
     weight: str = "one"                 # W: one | ratio | ratio-if-worse (where A < 0) | capped-mean (GMPO)
     weight_cap: float = math.inf        # W: min(ρ, cap) in place of ρ
+    hint_smoothing: float = 0.1         # W: λ of π/(π + λ) on responses sampled with worked examples
     tau: float = 0.0                    # R: (τ/2)·d², d = log π_θ − log π_old, per token (OPMD)
     beta: float = 0.0                   # R: β·(log π_old − log π_θ), per token (AsymRE's forward KL)
+    entropy_target: float | None = None  # R: steer the entropy, in nats per token, by a second batch (AEPO)
+    entropy_weight: float = 3.0         # R: how strongly
     aggregation: str = "token-mean"     # N: token-mean | seq-mean-token-mean | seq-mean-token-sum | constant
+    refill: bool = False                # data: replace groups whose rewards are all equal (DAPO)
+    worked_examples: int = 0            # data: how many the last response of each group sees in its prompt (ICPO)
+    overlong_share: float = 0.0         # rewards: the last share of the token budget costs up to 1 (DAPO)
+    graded: bool = False                # rewards: an all-wrong group is graded by its right leading steps (SGPO)
     source: str = ""
 
 
@@ -707,6 +888,14 @@ ALGORITHMS = {
                        source="arXiv 2509.18851"),
     "tic-grpo": Algorithm(std_normalize=True, per_token_reward=True, level="trajectory", weight="ratio", weight_cap=1.2,
                           aggregation="seq-mean-token-sum", source="arXiv 2508.02833"),
+    "dapo": Algorithm(std_normalize=True, clip="one_side", eps_high=0.28, weight="ratio", refill=True, overlong_share=0.2,
+                      source="arXiv 2503.14476"),
+    "noise-corrected-grpo": Algorithm(correct_noise=True, clip="one_side", weight="ratio", source="arXiv 2510.18924"),
+    "sgpo": Algorithm(std_normalize=True, clip="one_side", weight="ratio", graded=True, source="arXiv 2505.11595"),
+    "aepo": Algorithm(std_normalize=True, clip="one_side", weight="ratio", entropy_target=0.7, source="arXiv 2510.08141"),
+    "icpo": Algorithm(baseline="hinted", clip="one_side", weight="ratio", worked_examples=1, source="arXiv 2510.26519"),
+    "ep-grpo": Algorithm(std_normalize=True, clip="one_side", weight="ratio", process_weight=0.1,
+                         aggregation="seq-mean-token-mean", source="our reading of arXiv 2605.04960"),
 }
 
 
@@ -872,8 +1061,53 @@ def ngrpo_advantages(rewards, *, max_reward=1.0, eps=1e-6):
     return torch.where(flat, torch.zeros_like(advantages), advantages)
 
 
-def shaped_advantages(rewards, lengths, *, algorithm: Algorithm, generator=None):
-    """A of the row: (P, K) rewards and response lengths → (P, K) advantages, with RED's dropping or weighting put in."""
+def noise_corrected_rewards(rewards, *, false_positive_rate, false_negative_rate):
+    """r̂ = (r̃ − ρ⁺)/(1 − ρ⁺ − ρ⁻), unbiased though the verifier errs; lesson 02 explains it."""
+    if not (false_positive_rate >= 0 and false_negative_rate >= 0 and false_positive_rate + false_negative_rate < 1):
+        raise ValueError("the two rates must be ≥ 0 and sum to less than 1, else the verifier says nothing about r; "
+                         f"got {false_positive_rate} and {false_negative_rate}")
+    return (1.0 * rewards - false_positive_rate) / (1 - false_positive_rate - false_negative_rate)
+
+
+def hint_weight(probs, *, smoothing=0.1):
+    """ICPO: f(x) = x/(x + λ); lesson 05 explains it."""
+    if not smoothing > 0:
+        raise ValueError(f"smoothing must be positive, not {smoothing}")
+    return probs / (probs + smoothing)
+
+
+def icpo_advantages(plain_rewards, hinted_reward, *, step, decay=400, eps=1e-6):
+    """ICPO: plain rollouts and one hinted one, normalised together, (..., G−1), (...) → (..., G); lesson 05 explains it."""
+    bonus = max(0.0, 1 - step / decay)
+    hinted = torch.where(hinted_reward > 0, hinted_reward + bonus, hinted_reward)
+    pool = torch.cat([plain_rewards, hinted.unsqueeze(-1)], -1)
+    advantages = (pool - pool.mean(-1, keepdim=True)) / (pool.std(-1, correction=1, keepdim=True) + eps)
+    return torch.where(informative_groups(pool).unsqueeze(-1), advantages, 0.0)
+
+
+def process_advantages(advantages, rewards, log_ratio, entropy, mask, *, process_weight):
+    """EP-GRPO's token advantages, **our reading**: s·(|A| + w·σ(s·d))·g, (P, K) advantages and rewards → (B, T).
+
+    s, the sign of the outcome advantage, or of the outcome itself (r > 0 or not) in a flat group, anchors everything: no token
+    is pushed the other way. d, the policy's divergence from the sampler at the token, is the implicit process signal: σ(s·d)
+    says how far the policy agrees with the outcome there, and ½ of w is left on fresh data and in flat groups. g, the token's
+    share of the response's entropy times its length, is gate and progress in one: the shares of a response sum to 1, so
+    neither padding nor cutting a token in two changes its total.
+    """
+    flat = ~informative_groups(rewards)[:, None]
+    sign = torch.where(flat, torch.where(rewards > 0, 1.0, -1.0), advantages.sign()).reshape(-1, 1)
+    entropy = torch.where(mask, entropy + 1e-6, 0.0)  # a response without any entropy is gated evenly
+    gate = entropy * mask.sum(1, keepdim=True) / entropy.sum(1, keepdim=True)
+    return sign * (advantages.abs().reshape(-1, 1) + process_weight * torch.sigmoid(sign * log_ratio)) * gate
+
+
+def shaped_advantages(rewards, lengths, *, algorithm: Algorithm, generator=None, noise_rates=(0.0, 0.0), number=1):
+    """A of the row: (P, K) rewards and response lengths → (P, K) advantages, with RED's dropping or weighting put in.
+
+    noise_rates: (ρ⁺, ρ⁻) that correct_noise undoes; number: which batch of the run this is, for ICPO's decaying bonus.
+    """
+    if algorithm.correct_noise:
+        rewards = noise_corrected_rewards(rewards, false_positive_rate=noise_rates[0], false_negative_rate=noise_rates[1])
     if algorithm.per_token_reward:
         rewards = rewards / lengths
     if algorithm.shaping == "drop":
@@ -882,6 +1116,8 @@ def shaped_advantages(rewards, lengths, *, algorithm: Algorithm, generator=None)
         return batch_whitened_advantages(rewards)
     if algorithm.baseline == "virtual":
         return ngrpo_advantages(rewards, max_reward=max(1.0, rewards.max().item()))  # a reward of the user's may exceed 1
+    if algorithm.baseline == "hinted":
+        return icpo_advantages(rewards[:, :-1], rewards[:, -1], step=number - 1)
     advantages = group_advantages(rewards, leave_one_out=algorithm.baseline == "leave-one-out",
                                   std_normalize=algorithm.std_normalize)
     if algorithm.shaping == "weight":
@@ -928,12 +1164,13 @@ def importance_weight(ratio, log_ratio, advantages, mask, *, row: Algorithm):
 
 
 def policy_loss(logprobs, old_logprobs, advantages, mask, *, algorithm, eps_low=None, eps_high=None, outer_low=None,
-                outer_high=None, tau=None, beta=None, weights=None, constant=None):
+                outer_high=None, tau=None, beta=None, weights=None, constant=None, hinted=None):
     """The one equation. Returns (loss, metrics): a scalar to minimise, and token means as 0-d tensors.
 
     logprobs, old_logprobs, mask: (B, T); advantages: (B,) or (B, T); algorithm: a row or its name; the other options override
     the row. weights: (B, T) from token_weights, when this is a part of a larger batch; by default this is the whole batch.
-    constant: see token_weights. Positions where mask is False may hold anything, NaN too: they are cut out before any arithmetic.
+    constant: see token_weights. hinted: (B,) responses sampled under another prompt, whose W is π/(π + λ), unclipped.
+    Positions where mask is False may hold anything, NaN too: they are cut out before any arithmetic.
     """
     row = find_algorithm(algorithm, eps_low=eps_low, eps_high=eps_high, outer_low=outer_low, outer_high=outer_high, tau=tau,
                          beta=beta)
@@ -944,6 +1181,9 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, *, algorithm, eps_low=
     keep = clip_mask(ratio, advantages, clip=row.clip, eps_low=row.eps_low, eps_high=row.eps_high,
                      outer_low=row.outer_low, outer_high=row.outer_high)
     weight = 1.0 if row.weight == "one" else importance_weight(ratio, log_ratio, advantages, mask, row=row)
+    if hinted is not None:
+        keep = keep | hinted[:, None]
+        weight = torch.where(hinted[:, None], hint_weight(logprobs.detach().exp(), smoothing=row.hint_smoothing), weight)
     per_token = -torch.where(keep, weight * advantages, 0.0) * logprobs
     per_token = per_token + row.tau / 2 * log_ratio**2 - row.beta * log_ratio
     weights = token_weights(mask.to(logprobs.dtype), aggregation=row.aggregation, constant=constant) \
@@ -997,10 +1237,15 @@ def _shuffled(size: int, seed: int, epoch: int) -> list:
 # %% -------------------------------------------------------------------------------------------------------- training
 
 
-def train_step(model, optimizer, batch: Rollout, config: Config, *, algorithm: Algorithm, generator) -> dict:
-    """One optimizer step on one batch, in micro-batches whose gradients add up to the whole batch's."""
+def train_step(model, optimizer, batch: Rollout, config: Config, *, algorithm: Algorithm, generator, sample=None) -> dict:
+    """One optimizer step on one batch, in micro-batches whose gradients add up to the whole batch's.
+
+    sample: `generate` with the policy and all but the prompts, the group size and the temperature filled in (AEPO).
+    """
     lengths = batch.mask.sum(1).view_as(batch.rewards)
-    advantages = shaped_advantages(batch.rewards, lengths, algorithm=algorithm, generator=generator).flatten()
+    rates = rate_pair(config.noise_rates or config.reward_noise, flag="--noise-rates")
+    advantages = shaped_advantages(batch.rewards, lengths, algorithm=algorithm, generator=generator, noise_rates=rates,
+                                   number=batch.number)
     weights = token_weights(batch.mask, aggregation=algorithm.aggregation, constant=config.max_new_tokens)
     total, group = batch.mask.sum(), config.group_size
     prompts = max(1, config.micro_batch_tokens // (batch.prompt.shape[1] + group * batch.tokens.shape[1]))
@@ -1013,13 +1258,20 @@ def train_step(model, optimizer, batch: Rollout, config: Config, *, algorithm: A
         with autocast(config, batch.tokens.device):
             logprobs, entropy = token_logprobs(model, batch.prompt[part], batch.tokens[rows], mask=mask,
                                                prompt_mask=batch.prompt_mask[part], temperature=config.temperature)
-        loss, part_metrics = policy_loss(logprobs, batch.old_logprobs[rows], advantages[rows], mask, algorithm=algorithm,
-                                         weights=weights[rows])
+        part_advantages = advantages[part].flatten()
+        if algorithm.process_weight is not None:
+            log_ratio = logprobs.detach() - batch.old_logprobs[rows]
+            part_advantages = process_advantages(advantages[part], batch.rewards[part], log_ratio, entropy, mask,
+                                                 process_weight=algorithm.process_weight)
+        loss, part_metrics = policy_loss(logprobs, batch.old_logprobs[rows], part_advantages, mask, algorithm=algorithm,
+                                         weights=weights[rows], hinted=None if batch.hinted is None else batch.hinted[rows])
         loss.backward()
         share = mask.sum() / total
         metrics = {k: metrics.get(k, 0.0) + share * v for k, v in part_metrics.items()}
         loss_sum, entropy_sum = loss_sum + loss.detach(), entropy_sum + entropy.sum()
         all_logprobs.append(logprobs.detach())
+    if algorithm.entropy_target is not None:
+        loss_sum = loss_sum + steer_entropy(model, batch, config, row=algorithm, entropy=entropy_sum / total, sample=sample)
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
     if not torch.isfinite(loss_sum + grad_norm):
         raise FloatingPointError(f"the loss ({loss_sum:.3g}) or its gradient norm ({grad_norm:.3g}) is not finite")
@@ -1029,6 +1281,23 @@ def train_step(model, optimizer, batch: Rollout, config: Config, *, algorithm: A
                 "completion_length": lengths.float().mean(), "truncated": batch.truncated.float().mean(),
                 "flat_groups": (batch.rewards.amax(1) == batch.rewards.amin(1)).float().mean()}
     return {k: float(v) for k, v in metrics.items()}
+
+
+def steer_entropy(model, batch: Rollout, config: Config, *, row: Algorithm, entropy, sample):
+    """AEPO: add the gradient of REINFORCE, with reward 1, on the policy's own samples at temperature 1.2 or 0.8.
+
+    Imitating samples that are more random than the policy raises its entropy, imitating less random ones lowers it (lesson 05).
+    They come from the policy itself at this step: a stale sampler's would pull towards that sampler too.
+    """
+    heat = 1.2 if entropy < row.entropy_target else 0.8
+    with autocast(config, batch.tokens.device):
+        tokens, mask, _ = sample(model, batch.prompt, batch.prompt_mask, group_size=config.group_size,
+                                 temperature=config.temperature * heat)
+        logprobs, _ = token_logprobs(model, batch.prompt, tokens, mask=mask, prompt_mask=batch.prompt_mask,
+                                     temperature=config.temperature)
+    loss = -row.entropy_weight * logprobs.sum() / mask.sum()
+    loss.backward()
+    return loss.detach()
 
 
 def off_policyness(logprobs, old_logprobs, mask) -> dict:
@@ -1088,6 +1357,9 @@ def train(config: Config) -> dict:
             "version": version, "queue": [dataclasses.asdict(batch) for batch in queue], "optimizer": optimizer.state_dict(),
             "sampler": None if sampler is model else sampler.state_dict(), "random": random_state(sampling, dropping)})
 
+    sample = functools.partial(generate, max_new_tokens=config.max_new_tokens, eos_ids=stop_ids(model, tokenizer),
+                               pad_id=tokenizer.pad_token_id, generator=sampling)
+
     def record(metrics):
         append(out / "metrics.jsonl", metrics)
         if board:
@@ -1113,11 +1385,12 @@ def train(config: Config) -> dict:
                     if sampler is not model:
                         sampler.load_state_dict(model.state_dict())  # copies the numbers; a mere reference is never stale
                 while len(queue) <= config.sync_offset:
-                    examples = batch_examples(task.train, step + len(queue), count=config.prompts_per_step, seed=config.seed)
-                    queue.append(collect(sampler, tokenizer, examples, config, version=version, generator=sampling))
+                    queue.append(training_batch(sampler, tokenizer, task, step + len(queue), config, row=row, version=version,
+                                                generator=sampling))
                 batch = queue.popleft()
                 metrics = {"step": step, "staleness": step - 1 - batch.version}
-                metrics |= train_step(model, optimizer, batch, config, algorithm=row, generator=dropping)
+                metrics |= train_step(model, optimizer, batch, config, algorithm=row, generator=dropping,
+                                      sample=sample)
                 metrics["tokens_per_second"] = int(batch.mask.sum()) / (time.perf_counter() - began)
                 if step % config.eval_every == 0 or step == config.steps:
                     metrics |= evaluate(model, tokenizer, task, config)
@@ -1146,7 +1419,7 @@ def train(config: Config) -> dict:
 
 def drop_long_prompts(task: Task, model, tokenizer, config: Config) -> Task:
     """The task without the questions that exceed --max-prompt-tokens, or leave the model no room for --max-new-tokens."""
-    context = getattr(model.config, "max_position_embeddings", None) or math.inf
+    context = context_length(model)
     limit = min(config.max_prompt_tokens, context - config.max_new_tokens)
 
     def fits(example):
@@ -1252,6 +1525,29 @@ def evaluate_only(config: Config) -> None:
         write_text(pathlib.Path(config.out) / "evaluation.json", json.dumps(metrics, indent=1))
     print(f"{config.model} on {len(task.evaluation)} questions of {task.name}: accuracy {evaluation_text(metrics)}, "
           f"in {time.perf_counter() - started:.0f} s")
+
+
+def calibrate(config: Config) -> None:
+    """--calibrate N: how often the verifier (--reward, with --reward-noise) misjudges answers whose truth the task knows."""
+    task, generator = load_task(config), torch.Generator(pick_device(config.device)).manual_seed(config.seed)
+    model, tokenizer = load_model(config.model, device=generator.device, cache_dir=config.cache_dir, task=config.task)
+    task, truths, verdicts = drop_long_prompts(task, model, tokenizer, config), [], []
+    exact, plain = reward_function(None, config.task), Algorithm()
+    for number in range(1, 1 + math.ceil(config.calibrate / (config.prompts_per_step * config.group_size))):
+        examples = batch_examples(task.train, number, count=config.prompts_per_step, seed=config.seed)
+        batch = collect(model, tokenizer, examples, config, version=0, generator=generator, row=plain)
+        texts = decode(tokenizer, batch.tokens, batch.mask)
+        asked = [e for e in examples for _ in range(config.group_size)]
+        truths += [exact(e.question, text, e.answer) > 0 for e, text in zip(asked, texts)]
+        verdicts += (batch.rewards.flatten() > 0).tolist()
+    rates = []
+    for truth, name in ((False, "ρ⁺: wrong answers passed"), (True, "ρ⁻: right answers failed")):
+        errors = torch.tensor([float(verdict != truth) for verdict, t in zip(verdicts, truths) if t == truth])
+        require(len(errors) > 0, f"all {len(truths)} answers are {'wrong' if truth else 'right'}: nothing to count {name}")
+        rates.append(errors.mean().item())
+        low, high = interval_95(errors)
+        print(f"{name}: {int(errors.sum())} of {len(errors)} = {rates[-1]:.3f} (95 % {low:.3f}–{high:.3f})")
+    print(f"to correct for it: --algorithm noise-corrected-grpo --noise-rates {rates[0]:.3f},{rates[1]:.3f}")
 
 
 # %% ------------------------------------------------------------------------------------------------------ checkpoint
@@ -1469,6 +1765,52 @@ def plot_comparison(histories: dict, out: pathlib.Path, *, setting: str) -> None
     save_figure(fig, out, "compare")
 
 
+def gradient_weight(name: str, ratio, advantages):
+    """−∂L/∂log π of one-token responses, by autograd through policy_loss, (N,), (N,) → (N,).
+
+    What a row does outside this formula (other data, other rewards, a second batch) is not in it.
+    """
+    row, mask = ALGORITHMS[name], torch.ones(len(ratio), 1, dtype=torch.bool)
+    logprobs = ratio.log()[:, None].requires_grad_()
+    if row.shaping == "weight":
+        advantages = advantages * red_weight(advantages, temperature=row.weight_temperature)
+    if row.process_weight is not None:
+        groups = advantages[:, None]
+        advantages = process_advantages(groups, groups, logprobs.detach(), torch.ones_like(groups), mask,
+                                        process_weight=row.process_weight)
+    loss, _ = policy_loss(logprobs, torch.zeros_like(logprobs), advantages, mask, algorithm=row, weights=mask.to(ratio.dtype))
+    return -torch.autograd.grad(loss, logprobs)[0][:, 0]
+
+
+def draw_map(directory) -> None:
+    """--map: 06_family.png, the gradient weight of every row over the ratio, one panel for the rows that are alike in it."""
+    ratio, panels = torch.logspace(-1, 0.7, 500, dtype=torch.float64), {}
+    for name in ALGORITHMS:
+        lines = torch.stack([gradient_weight(name, ratio, torch.full_like(ratio, a)) for a in (1.0, 0.5, -0.5, -1.0)])
+        panels.setdefault(tuple(lines.mul(1e6).round().flatten().tolist()), (lines, []))[1].append(name)
+    columns, count = 5, len(panels)
+    fig, axes = figure(columns, count // columns + 1, width=2.3, height=1.7, sharex=True, sharey=True)
+    matplotlib.rcParams["savefig.dpi"] = 105  # many panels: at the usual 160 the file would be large
+    styles = {"A = 1": ("-", 2.0), "A = ½": ("-", 0.9), "A = −½": ("--", 0.9), "A = −1": ("--", 2.0)}
+    for i, (axis, (lines, names)) in enumerate(zip(axes.flat, panels.values())):
+        for line, (label, (dash, width)) in zip(lines, styles.items()):
+            axis.plot(ratio, line, color="black", linestyle=dash, linewidth=width, label=label)
+        axis.axvline(1, color="0.8", linewidth=0.8, zorder=0)
+        axis.set_title(textwrap.fill(", ".join(names), 34, break_on_hyphens=False), fontsize=7)
+        axis.set(xscale="log", ylim=(-3.2, 3.2), yticks=[-2, 0, 2])
+        axis.set_xticks([0.1, 0.2, 0.5, 1, 2, 5], [".1", ".2", ".5", "1", "2", "5"])
+        axis.minorticks_off()
+        axis.tick_params(labelbottom=i + columns >= count)
+    for axis in axes.flat[count:]:
+        axis.axis("off")
+    axes.flat[-1].legend(*axes.flat[0].get_legend_handles_labels(), loc="center", title="advantage")
+    fig.supxlabel("ratio ρ = π/π_old, one-token responses. Rows in one panel differ in how A is made, in N, or in their data",
+                  fontsize=9)
+    fig.supylabel("gradient weight −∂L/∂log π", fontsize=9)
+    fig.suptitle(f"The map of the family: {len(ALGORITHMS)} rows are {count} shapes of one weight, M·W·A + the gradient of R")
+    save_figure(fig, directory, "06_family")
+
+
 # %% ------------------------------------------------------------------------------------------------------------ main
 
 
@@ -1519,6 +1861,10 @@ def main(argv=None) -> None:
         validate(config)
         if config.eval_only:
             return evaluate_only(config)
+        if config.map:
+            return draw_map(config.map)
+        if config.calibrate:
+            return calibrate(config)
         if config.compare == "paper":
             import paper_grid  # the paper's whole grid: many runs of this file, spread over the cores
             return paper_grid.main(["--cache-dir", config.cache_dir])
