@@ -172,17 +172,19 @@ def test_c27_on_policy_ratios_are_one_at_every_temperature(fixed_logits, tempera
 
 
 def test_backward_keeps_no_logits(models):
-    """C30's memory, counted: with chunks no tensor saved for backward has more than chunk × V elements of logits."""
+    """C30's memory, counted: what autograd keeps of shape (tokens, V) is nothing with chunks, and everything without."""
     prompt, prompt_mask, completion, mask = padded()
-    largest = []
+    kept = []
 
     def pack(tensor):
-        largest.append(tensor.numel() if VOCABULARY in tensor.shape[-1:] and tensor.dim() == 2 else 0)
-        return tensor
+        kept.append(tensor.numel() if tensor.dim() == 2 and tensor.shape[1] == VOCABULARY and len(tensor) != 32 else 0)
+        return tensor  # (32, V) is the head's own weight
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        lm.token_logprobs(models["llama"], prompt, completion, prompt_mask=prompt_mask, mask=mask, chunk_size=3)
-    assert max(largest) <= 32 * VOCABULARY  # the head's own weight may be saved, the (18, V) logits may not
+    for chunk_size, some in ((3, False), (None, True)):
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            lm.token_logprobs(models["llama"], prompt, completion, prompt_mask=prompt_mask, mask=mask, chunk_size=chunk_size)
+        assert (sum(kept) >= int(mask.sum()) * VOCABULARY) == some and (sum(kept) > 0) == some
 
 
 # ------------------------------------------------------------------------------------------------- completion mask

@@ -226,6 +226,14 @@ def test_c22_clip_fraction_looks_at_the_sign_and_at_real_tokens_only():
     assert metrics["kl_old"].item() == pytest.approx(((.5 - math.log(1.5)) + (-.5 - math.log(.5))) / 2)
 
 
+def test_kl_is_estimated_by_k3():
+    # Ratios 2 and ½: k3 = ρ − 1 − log ρ averages to ((1 − log 2) + (−½ + log 2)) / 2 = ¼, where k1 = −log ρ averages to 0.
+    old = torch.full((1, 2), -1.0, dtype=torch.float64)
+    new = old + torch.tensor([[2.0, .5]], dtype=torch.float64).log()
+    _, metrics = lm.policy_loss(new, old, torch.tensor([1.0]), torch.ones(1, 2), algorithm="reinforce")
+    assert metrics["kl_old"].item() == pytest.approx(.25) and metrics["ratio_mean"].item() == pytest.approx(1.25)
+
+
 # ----------------------------------------------------------------------------------------- regularised identities
 
 THETA, REWARDS, BANDIT_TAU = (.3, -.2, .1), (0.0, .8, 1.0), .5
