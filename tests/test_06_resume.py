@@ -293,6 +293,34 @@ def test_a_save_killed_at_every_disk_call_leaves_a_checkpoint_that_loads(run, st
     assert newest[switch:] == list(range(switch + 1, len(newest) + 1))
 
 
+def kill_at_every_moment_of_an_overwrite(straight, out):
+    """In the child: --overwrite clears a run; kill that at every disk call. What is left is a whole checkpoint or none."""
+    whole = trainer.load_checkpoint(straight)
+    for number in range(1, 1000):
+        shutil.rmtree(out, ignore_errors=True)
+        shutil.copytree(straight, out)
+        child = os.fork()
+        if child == 0:
+            kill_at_disk_call(number)
+            trainer.clear_run(out)
+            os._exit(0)
+        killed = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        found = trainer.load_checkpoint(out)
+        if found:
+            assert_equal(found, whole, ignore="folder")
+            assert {p.name for p in Path(found["folder"]).iterdir()} == {p.name for p in Path(whole["folder"]).iterdir()}
+        if not killed:
+            assert number > 15 and not found
+            return
+
+
+def test_an_overwrite_killed_at_every_disk_call_leaves_no_half_checkpoint(run, straight, tmp_path):
+    process = run.context.Process(target=kill_at_every_moment_of_an_overwrite, args=(straight, tmp_path / "run"))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+
+
 def test_a_checkpoint_is_on_the_disk_before_it_gets_its_name(straight, tmp_path, monkeypatch):
     """What a power cut could tear: every file and folder is flushed, then renamed, then the rename itself is flushed."""
     model, tokenizer = trainer.load_model(str(straight / "model"), device="cpu")
