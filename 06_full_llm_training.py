@@ -203,12 +203,14 @@ def validate(config: Config) -> None:
         except ImportError:
             raise UserError("--tensorboard needs the package of that name: pip install tensorboard") from None
     rows = [] if config.compare == "paper" else config.compare.split(",") if config.compare else [config.algorithm]
+    require(len(rows) == len(set(rows)), f"--compare {config.compare} names a row twice; each has one folder")
     for name in rows:
         require(name in ALGORITHMS, f"unknown algorithm {name!r}; choose from: {', '.join(ALGORITHMS)}")
         require(not ALGORITHMS[name].graded or config.step_reward or config.task.startswith("addition"),
                 f"{name} must judge single steps; for --task {config.task} give it --step-reward module:function")
         require(not ALGORITHMS[name].worked_examples or config.group_size >= 3,
                 f"{name} needs --group-size 3 or more: one response with a worked example, and others to compare it with")
+    require(abs(config.seed) < 2**32, f"--seed is {config.seed}; it must be between -2^32 and 2^32")
     require(config.group_size >= 2, f"--group-size is {config.group_size}; a baseline needs at least 2 responses to a prompt")
     require(config.sync_interval >= 1, f"--sync-interval is {config.sync_interval}; it must be at least 1, or use --offline")
     require(config.sync_offset >= 0, f"--sync-offset is {config.sync_offset}; it must be 0 or more")
@@ -229,7 +231,7 @@ def validate(config: Config) -> None:
         for name in rows:  # the loss itself knows which bounds go together
             row = chosen_row(dataclasses.replace(config, algorithm=name))
             policy_loss(*torch.zeros(3, 1, 1), torch.ones(1, 1), algorithm=row, constant=config.max_new_tokens)
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:  # torch refuses a device with the second
         raise UserError(one_line(error))
 
 
@@ -315,7 +317,7 @@ def gsm8k_examples() -> tuple[list, list]:
 def read_jsonl(path) -> list:
     """Examples from a file with one {"question": …, "answer": …} a line; blank lines are skipped."""
     try:
-        lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines()
+        lines = pathlib.Path(path).read_text(encoding="utf-8-sig").split("\n")  # splitlines() also splits at U+2028
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {path}: {error}")
     examples = []
@@ -1585,7 +1587,7 @@ def keep_lines(out: pathlib.Path, *, last_step: int) -> None:
     """Drop the lines after the checkpoint, and a last line that a crash cut short: those steps will be run again."""
     for path in (out / "metrics.jsonl", out / "samples.jsonl"):
         kept = []
-        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        for line in path.read_text(encoding="utf-8").split("\n") if path.exists() else []:
             with contextlib.suppress(ValueError):
                 if json.loads(line)["step"] <= last_step:
                     kept.append(line + "\n")
@@ -1846,7 +1848,8 @@ def parse_arguments(argv=None) -> Config:
 
 
 # What a resumed run cannot change without becoming another run.
-OF_THE_RUN = ("model", "task", "reward", "group_size", "prompts_per_step", "sync_interval", "sync_offset", "offline", "seed")
+OF_THE_RUN = ("model", "task", "reward", "eval_questions", "group_size", "prompts_per_step", "sync_interval",
+              "sync_offset", "offline", "seed")
 
 
 def staleness_text(config: Config) -> str:

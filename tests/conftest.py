@@ -5,6 +5,7 @@ Tests of the training script also find here small real models and tokenizers, ma
 
 import os
 import pathlib
+import signal
 import sys
 
 import pytest
@@ -12,6 +13,11 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may need the network
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+# A shell ignores SIGINT for what it starts in the background, and the trainer leaves an ignored signal ignored, as nohup wants.
+# The tests of interruption are about a run in the foreground.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def build_model(kind: str, *, vocab_size: int, seed: int = 0, **options):

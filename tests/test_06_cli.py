@@ -223,8 +223,11 @@ def refused(capsys, arguments):
     (["--temperature", "inf"], "--temperature is inf"),
     (["--eps-low", "-0.1"], "--eps-low is -0.1"),
     (["--tau", "-1"], "--tau is -1"),
+    (["--seed", "99999999999999999999"], "--seed is 99999999999999999999"),
+    (["--compare", "grpo,rloo,grpo"], "names a row twice"),
     (["--dtype", "float8"], "--dtype is 'float8'"),
     (["--device", "abacus"], "'abacus'"),
+    (["--device", "cpu:x"], "cpu:x"),
     (["--algorithm", "rec-ring-is", "--outer-low", "0.1"], "outer_low"),
     (["--steps", "many"], "many"),
     (["--no-such-flag", "3"], "--no-such-flag"),
@@ -258,6 +261,12 @@ def test_a_bad_jsonl_names_its_line(capsys, tmp_path, flags, text, expected):
     message = refused(capsys, [*flags, "--task", path, "--out", tmp_path / "never"])
     assert expected in message and "missing.jsonl" in message
     assert not (tmp_path / "never" / "metrics.jsonl").exists()
+
+
+def test_a_line_separator_inside_a_question_ends_no_line(tmp_path):
+    text = '{"question": "1\u2028+ 1\x85=", "answer": "2"}\r\n{"question": "2", "answer": 2}'
+    (tmp_path / "lines.jsonl").write_bytes(text.encode("utf-8-sig"))  # as some editors save it, with a mark in front
+    assert [e.question for e in lm.read_jsonl(tmp_path / "lines.jsonl")] == ["1\u2028+ 1\x85=", "2"]
 
 
 def test_a_jsonl_that_is_not_text_is_refused(capsys, tmp_path, flags):

@@ -146,7 +146,8 @@ def test_what_resume_refuses(flags, tmp_path, capsys):
     trainer.main([*flags, "--out", out])
     capsys.readouterr()
     assert "already holds a run" in refused(capsys, *flags, "--out", out)
-    for name, value in [("--sync-interval", "5"), ("--seed", "1"), ("--task", "addition-1"), ("--model", "tiny")]:
+    for name, value in [("--sync-interval", "5"), ("--seed", "1"), ("--task", "addition-1"), ("--model", "tiny"),
+                        ("--eval-questions", "2")]:  # it moves the border between training and held-out questions of a .jsonl
         line = refused(capsys, "--resume", "--out", out, name, value)
         assert f"{name} belongs to the run" in line
     assert json.loads((tmp_path / "run" / "config.json").read_text())["sync_interval"] == 1

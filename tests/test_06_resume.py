@@ -451,6 +451,13 @@ def test_keep_lines_drops_later_steps_and_a_torn_line(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0}\n{"step": 1}\n'
 
 
+def test_keep_lines_keeps_an_answer_with_a_line_separator_in_it(tmp_path):
+    line = {"step": 1, "response": "a\u2028b\x85c"}
+    trainer.append(tmp_path / "samples.jsonl", line)
+    trainer.keep_lines(tmp_path, last_step=1)
+    assert json.loads((tmp_path / "samples.jsonl").read_text(encoding="utf-8")) == line
+
+
 def save_logits(folder, path):
     with torch.no_grad():
         torch.save(AutoModelForCausalLM.from_pretrained(folder)(torch.arange(3, 9)[None]).logits, path)

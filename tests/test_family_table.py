@@ -1,0 +1,46 @@
+"""The README's table of the family: every row of ALGORITHMS stands there, and its columns are what the code does."""
+
+import importlib
+import math
+import pathlib
+import re
+
+lm = importlib.import_module("06_full_llm_training")
+README = pathlib.Path(__file__).resolve().parent.parent / "README.md"
+
+
+def columns(row):
+    """A, M, W, R, N and the paper of a row, as the README's table says them: generated from the dataclass, never typed."""
+    def number(value):
+        return f"{value:.4g}".replace("0.", ".", 1) if value < 1 else f"{value:.4g}"
+
+    ratio = {"token": "ρ", "sequence": "s", "trajectory": "Πρ"}[row.level]
+    reward = "r/len" if row.per_token_reward else "r̂" if row.correct_noise else "r"
+    advantage = {"group": f"{reward} − mean", "leave-one-out": f"{reward} − mean of the others",
+                 "batch": f"({reward} − batch mean)/std", "virtual": f"({reward} − mean with a virtual 1)/std",
+                 "hinted": "(r + bonus − mean)/std"}[row.baseline]
+    advantage = f"({advantage})/std" if row.std_normalize else advantage
+    heat = "" if row.weight_temperature == 1 else f"/{number(row.weight_temperature)}"
+    advantage = {"none": advantage, "drop": "r − mean of the kept", "weight": f"({advantage})·exp(A{heat})",
+                 "adaptive-weight": f"({advantage})·exp(A/T), T by length"}[row.shaping]
+    if row.process_weight is not None:
+        advantage = f"({advantage} ± {number(row.process_weight)}·process) × entropy share"
+    bounds = f"{number(row.eps_low)}/{number(row.eps_high)}"
+    outer = f", again beyond {number(row.outer_low)}/{number(row.outer_high)}" if row.clip == "ring" else ""
+    where = " on s" if row.level == "sequence" else ""
+    clip = "1" if row.clip == "none" else f"{row.clip.replace('_', '-')} {bounds}{outer}{where}"
+    capped = ratio if math.isinf(row.weight_cap) else f"min({ratio}, {number(row.weight_cap)})"
+    weight = {"one": "1", "ratio": capped, "ratio-if-worse": f"1; A < 0: {capped}",
+              "capped-mean": "mean of bounded ρ"}[row.weight]
+    weight += f"; hinted: π/(π + {number(row.hint_smoothing)})" if row.worked_examples else ""
+    terms = [f"({number(row.tau)}/2)·d²"] * (row.tau > 0) + [f"−{number(row.beta)}·d"] * (row.beta > 0)
+    if row.entropy_target is not None:
+        terms.append(f"entropy → {number(row.entropy_target)}")
+    paper = re.sub(r"arXiv (\d{4}\.\d{5})", r"[\1](https://arxiv.org/abs/\1)", row.source)
+    return [advantage, clip, weight, ", ".join(terms) or "0", row.aggregation, paper]
+
+
+def test_the_readme_says_what_the_code_does():
+    lines = [line.strip("| ").split(" | ") for line in README.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+    table = {cells[0].strip("`"): cells[1:7] for cells in lines if len(cells) == 9}
+    assert table == {name: columns(row) for name, row in lm.ALGORITHMS.items()}
