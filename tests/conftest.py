@@ -57,7 +57,7 @@ def build_digit_tokenizer():
 
 
 def build_bigram(logits):
-    """A Llama whose next-token logits are row `token` of the (V, V) table, whatever came before: one layer that adds nothing."""
+    """A Llama with one layer that adds nothing: its next-token logits are row `token` of the (V, V) table."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -307,7 +307,8 @@ def test_c33_kept_mass_is_what_truncation_would_hide(fixed_logits):
 def test_groups_are_independent_draws_and_follow_the_generator():
     model = build_model("qwen2", vocab_size=30)
     arguments = dict(group_size=8, max_new_tokens=6, temperature=1.0, eos_ids={2}, pad_id=0)
-    first, again, other = (lm.generate(model, *left_padded(PROMPTS), **arguments, generator=generator(s))[0] for s in (1, 1, 2))
+    first, again, other = (lm.generate(model, *left_padded(PROMPTS), **arguments, generator=generator(s))[0]
+                           for s in (1, 1, 2))
     assert torch.equal(first, again) and not torch.equal(first, other)
     assert len({tuple(row.tolist()) for row in first}) > 20
 
@@ -388,6 +389,7 @@ def test_rewards_meet_the_prompts_that_they_belong_to(bigram):
     assert batch.version == 3 and not batch.truncated.any()
 
 
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated")  # renamed in transformers 5
 @pytest.mark.parametrize("kind", KINDS)
 def test_c42_gradient_checkpointing_and_train_mode_change_nothing(kind):
     model, (prompt, prompt_mask) = build_model(kind, vocab_size=30, seed=3, **(
@@ -486,7 +488,8 @@ def test_c13_micro_batches_add_up_to_the_uncut_batch(kind, name, stale):
 def test_micro_batches_are_as_many_as_they_must_be(stale, monkeypatch):
     model, batch = stale("qwen2")
     sizes, original = [], lm.token_logprobs
-    monkeypatch.setattr(lm, "token_logprobs", lambda m, prompt, *a, **k: sizes.append(len(prompt)) or original(m, prompt, *a, **k))
+    monkeypatch.setattr(lm, "token_logprobs",
+                        lambda m, prompt, *a, **k: sizes.append(len(prompt)) or original(m, prompt, *a, **k))
     per_prompt = batch.prompt.shape[1] + 4 * batch.tokens.shape[1]
     for tokens, expected in ((1, [1, 1, 1]), (2 * per_prompt, [2, 1]), (2 * per_prompt - 1, [1, 1, 1]), (100_000, [3])):
         sizes.clear()
