@@ -128,7 +128,8 @@ def test_evaluate_agrees_with_counting_by_hand(world, monkeypatch):
 
 def test_evaluating_changes_nothing_in_training_and_repeats_itself(world, monkeypatch):
     model, tokenizer, task, config, _ = world
-    monkeypatch.setattr(trainer, "is_correct", lambda text, gold: random.random() < 0.5)  # a reward that draws
+    # a reward that depends on the response, and draws from a global generator too
+    monkeypatch.setattr(trainer, "is_correct", lambda text, gold: ("1" in text) != (random.random() < 0.2))
     before = torch.get_rng_state(), random.getstate()
     weights = [p.clone() for p in model.parameters()]
     first, second = (trainer.evaluate(model, tokenizer, task, config) for _ in range(2))

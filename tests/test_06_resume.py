@@ -397,6 +397,18 @@ def test_not_finite(run, straight, sabotage):
     assert_same_run(out, straight)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_sampling_from_logits_that_are_not_finite_raises(straight, temperature):
+    """The greedy choice among NaN would be token 0, without a word."""
+    model, tokenizer = trainer.load_model(str(straight / "model"), device="cpu")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[3, 0] = float("inf")
+    prompt, mask = trainer.encode_prompts(tokenizer, [trainer.Example("?", "1", "0+1=")], device="cpu")
+    with pytest.raises(FloatingPointError, match="logits are not finite"):
+        trainer.generate(model, prompt, mask, group_size=2, max_new_tokens=2, temperature=temperature, eos_ids={1}, pad_id=0,
+                         generator=torch.Generator().manual_seed(0))
+
+
 def test_weights_that_are_not_finite_are_never_saved(straight):
     model, tokenizer = trainer.load_model(str(straight / "model"), device="cpu")
     with torch.no_grad():
