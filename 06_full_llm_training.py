@@ -733,7 +733,8 @@ def join(first: Rollout, keep, second: Rollout) -> Rollout:
         first, rewards=both("rewards", keep), prompt=both("prompt", keep, left=True),
         prompt_mask=both("prompt_mask", keep, left=True),
         **{name: both(name, rows) for name in ("tokens", "mask", "old_logprobs")},
-        truncated=torch.cat([first.truncated[rows], second.truncated]))
+        **{name: torch.cat([getattr(first, name)[rows], getattr(second, name)]) for name in ("truncated", "hinted")
+           if getattr(first, name) is not None})
 
 
 def pad_and_stack(first, second, *, left=False):
@@ -743,13 +744,12 @@ def pad_and_stack(first, second, *, left=False):
     return torch.cat([torch.nn.functional.pad(part, gap) for part, gap in zip((first, second), gaps)])
 
 
-def hinted_group(model, tokenizer, examples, prompt, prompt_mask, worked, *, group_size: int, temperature: float, **options):
+def hinted_group(model, tokenizer, examples, prompt, prompt_mask, worked, *, group_size: int, **options):
     """ICPO: the last response of each group is sampled with worked examples in the prompt, and scored without them.
 
     Returns tokens, mask, logprobs and hinted (B,). The sampler's log-probabilities of hinted tokens are those under the plain
     prompt as well, so that ratios and KL go on to measure staleness, not the hint.
     """
-    options["temperature"] = temperature
     tokens, mask, logprobs = generate(model, prompt, prompt_mask, group_size=group_size - 1, **options)
     shown, shown_mask = encode_prompts(tokenizer, examples, device=prompt.device, worked=worked)
     require(shown.shape[1] + options["max_new_tokens"] <= context_length(model), f"with a worked example a prompt has "
@@ -757,7 +757,7 @@ def hinted_group(model, tokenizer, examples, prompt, prompt_mask, worked, *, gro
     hinted_tokens, hinted_mask, _ = generate(model, shown, shown_mask, group_size=1, **options)
     with torch.no_grad():
         hinted_logprobs, _ = token_logprobs(model, prompt, hinted_tokens, prompt_mask=prompt_mask, mask=hinted_mask,
-                                            temperature=temperature)
+                                            temperature=options["temperature"])
     hinted = torch.arange(len(prompt) * group_size, device=prompt.device) % group_size == group_size - 1
     order = hinted.long().argsort(stable=True).argsort()  # the plain rows come first in the stack, then the hinted ones
     pairs = ((tokens, hinted_tokens), (mask, hinted_mask), (logprobs, hinted_logprobs))
@@ -874,7 +874,8 @@ ALGORITHMS = {
     "red-weight": Algorithm(shaping="weight", source=PAPER),
     "red-weight-oneside": Algorithm(shaping="weight", clip="one_side", source=PAPER),
     "red-weight-adaptive": Algorithm(shaping="adaptive-weight", source="arXiv 2606.20002"),
-    # The friends. What their papers leave open is our reading: lessons 02, 04 and 05 say where.
+    # The friends: lessons 02, 04 and 05 show what each adds. Our reading, where a paper leaves it open: the caps of 1.2 (CISPO,
+    # TIC-GRPO), A < 0 for a wrong answer (TOPR), ddof 0 over the batch (REINFORCE++), the weight of AEPO's second batch.
     "rloo": Algorithm(baseline="leave-one-out", source="arXiv 2402.14740"),
     "dr-grpo": Algorithm(clip="one_side", weight="ratio", aggregation="constant", source="arXiv 2503.20783"),
     "gspo": Algorithm(std_normalize=True, clip="one_side", eps_low=3e-4, eps_high=4e-4, level="sequence", weight="ratio",
@@ -1848,8 +1849,8 @@ def parse_arguments(argv=None) -> Config:
 
 
 # What a resumed run cannot change without becoming another run.
-OF_THE_RUN = ("model", "task", "reward", "eval_questions", "group_size", "prompts_per_step", "sync_interval",
-              "sync_offset", "offline", "seed")
+OF_THE_RUN = ("model", "task", "reward", "eval_questions", "group_size", "prompts_per_step", "sync_interval", "sync_offset",
+              "offline", "seed", "reward_noise", "step_reward")
 
 
 def staleness_text(config: Config) -> str:

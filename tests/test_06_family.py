@@ -1,7 +1,7 @@
-"""Lesson 06, the family: every friend's row against its own paper's objective, the worked numbers, and what each row reduces to.
+"""Lesson 06, the family: every friend's row against its own paper's objective, its worked numbers, what it reduces to.
 
-The references are the surrogate objectives as their papers write them, PPO's minimum with its gradient through the ratio for one:
-other algebra than the detached weights and masks of `policy_loss`, so equal gradients say that the row is the method.
+The references are the surrogate objectives as their papers write them, such as PPO's minimum with its gradient through the
+ratio: other algebra than the detached weights and masks of `policy_loss`, so equal gradients say that the row is the method.
 """
 
 import dataclasses
@@ -211,12 +211,13 @@ def test_tic_estimates_the_policy_gradient_and_token_ratios_do_not():
     assert ascent("reinforce") == pytest.approx([0.125, -0.0093053, 0.1012532], abs=1e-7)
 
 
-@pytest.mark.parametrize("aggregation, value", [("token-mean", -1 / 6), ("seq-mean-token-mean", 0.0), ("seq-mean-token-sum", -0.5),
-                                                ("constant", -0.0625)])
+@pytest.mark.parametrize("aggregation, value", [("token-mean", -1 / 6), ("seq-mean-token-mean", 0.0),
+                                                ("seq-mean-token-sum", -0.5), ("constant", -0.0625)])
 def test_aggregation_of_lengths_two_and_four(aggregation, value):
     mask = torch.arange(4) < torch.tensor([[2], [4]])
     logprobs = torch.full((2, 4), -0.5).double()
-    loss, _ = lm.policy_loss(logprobs, logprobs, float64(1, -1), mask, algorithm=lm.Algorithm(aggregation=aggregation), constant=8)
+    row = lm.Algorithm(aggregation=aggregation)
+    loss, _ = lm.policy_loss(logprobs, logprobs, float64(1, -1), mask, algorithm=row, constant=8)
     assert loss.item() == pytest.approx(value, abs=1e-15)
 
 
@@ -247,7 +248,8 @@ def test_without_its_ingredient_a_row_is_its_parent(row, parent, scale):
     assert torch.allclose(row_gradient(row, *data), scale * row_gradient(parent, *data), atol=1e-14, rtol=1e-12)
 
 
-@pytest.mark.parametrize("row", [replaced("gspo", eps_low=0.2, eps_high=0.2), "gmpo", replaced("tic-grpo", weight_cap=math.inf)])
+@pytest.mark.parametrize("row", [replaced("gspo", eps_low=0.2, eps_high=0.2), "gmpo",
+                                 replaced("tic-grpo", weight_cap=math.inf)])
 def test_with_one_token_a_response_its_mean_and_its_product_are_the_token(row):
     """GSPO and GMPO are then GRPO, with GMPO's own range; TIC-GRPO is REINFORCE with importance sampling."""
     data, row = batch(6, width=1, spread=0.3), lm.find_algorithm(row)
@@ -257,8 +259,8 @@ def test_with_one_token_a_response_its_mean_and_its_product_are_the_token(row):
 
 def test_dr_grpo_with_full_responses_is_rec_oneside_is():
     new, old, rewards, mask = batch(7, width=BUDGET)
-    full = torch.ones_like(mask)
-    assert torch.allclose(row_gradient("dr-grpo", new, old, rewards, full), row_gradient("rec-oneside-is", new, old, rewards, full))
+    data = new, old, rewards, torch.ones_like(mask)
+    assert torch.allclose(row_gradient("dr-grpo", *data), row_gradient("rec-oneside-is", *data))
 
 
 def test_reinforce_plus_plus_with_one_group_is_grpo():
@@ -267,9 +269,10 @@ def test_reinforce_plus_plus_with_one_group_is_grpo():
     assert torch.allclose(row_gradient("reinforce-plus-plus", *data), row_gradient("grpo", *data), atol=1e-14)
 
 
-@pytest.mark.parametrize("name, parent", [("topr", "reinforce"), ("tis", "reinforce"), ("dr-grpo", "reinforce"),
-                                          ("cispo", replaced("reinforce", std_normalize=True)), ("gmpo", "gspo"), ("gspo", "gmpo"),
-                                          ("ngrpo", "ngrpo"), ("reinforce-plus-plus", replaced("reinforce", baseline="batch"))])
+@pytest.mark.parametrize("name, parent", [
+    ("topr", "reinforce"), ("tis", "reinforce"), ("dr-grpo", "reinforce"), ("cispo", replaced("reinforce", std_normalize=True)),
+    ("gmpo", "gspo"), ("gspo", "gmpo"), ("ngrpo", "ngrpo"), ("reinforce-plus-plus", replaced("reinforce", baseline="batch")),
+])
 def test_on_fresh_data_masks_and_weights_do_nothing(name, parent):
     """ρ = 1 everywhere: what is left is the row's A and N."""
     _, old, rewards, mask = batch(9)
@@ -335,11 +338,13 @@ def test_noise_correction_in_numbers():
 
 @pytest.mark.parametrize("rates", [(0.2, 0.1), (0.0, 0.4), (0.45, 0.5)])
 def test_the_corrected_reward_is_unbiased_and_a_standard_deviation_undoes_it(rates):
-    passed, failed = lm.noise_corrected_rewards(float64(1, 0), false_positive_rate=rates[0], false_negative_rate=rates[1]).tolist()
+    known = {"false_positive_rate": rates[0], "false_negative_rate": rates[1]}
+    passed, failed = lm.noise_corrected_rewards(float64(1, 0), **known).tolist()
     assert rates[0] * passed + (1 - rates[0]) * failed == pytest.approx(0)  # of a wrong answer
     assert (1 - rates[1]) * passed + rates[1] * failed == pytest.approx(1)  # of a right one
-    fixed = lm.noise_corrected_rewards(GROUP, false_positive_rate=rates[0], false_negative_rate=rates[1])
-    assert torch.allclose(lm.group_advantages(fixed, std_normalize=True, eps=0), lm.group_advantages(GROUP, std_normalize=True, eps=0))
+    fixed, raw = (lm.group_advantages(rewards, std_normalize=True, eps=0)
+                  for rewards in (lm.noise_corrected_rewards(GROUP, **known), GROUP))
+    assert torch.allclose(fixed, raw, atol=1e-14)
 
 
 def test_verdicts_are_flipped_at_their_rates():
@@ -618,8 +623,9 @@ def test_the_hinted_response_is_sampled_with_a_worked_example_and_scored_without
 
 def test_a_worked_example_that_does_not_fit_is_said(tiny):
     model, tokenizer, task, config = tiny
+    long = [lm.Example("1" * 130, "1")]
     with pytest.raises(lm.UserError, match="worked example .* leaves no room"):
-        lm.collect(model, tokenizer, task.train[:2], config, version=0, generator=generator(), worked=[lm.Example("1" * 130, "1")])
+        lm.collect(model, tokenizer, task.train[:2], config, version=0, generator=generator(), worked=long)
 
 
 def test_worked_examples_stand_before_the_question_and_never_give_it_away(tiny):
@@ -672,7 +678,8 @@ def test_ep_grpo_is_invariant_to_padding_and_to_splitting_a_token():
     assert torch.equal(longer[:, :-2], shaped) and not longer[:, -2:].any()
     # The first token becomes two, with half of its entropy each and the same divergence: a response's total, the mean over its
     # tokens, stays. The floor of 1e-6 nats a token is what little changes.
-    split = [torch.cat([part[:, :1] / share, part[:, :1] / share, part[:, 1:]], 1) for part, share in ((log_ratio, 1), (entropy, 2))]
+    split = [torch.cat([part[:, :1] / share, part[:, :1] / share, part[:, 1:]], 1)
+             for part, share in ((log_ratio, 1), (entropy, 2))]
     twice = torch.cat([mask[:, :1], mask], 1)
     cut = process(advantages, rewards, *split, twice)
     assert torch.allclose(cut.sum(1) / twice.sum(1), shaped.sum(1) / mask.sum(1), atol=1e-5)
@@ -749,7 +756,8 @@ def test_the_map_is_the_gradient_weight():
     assert lm.gradient_weight("grpo", ratio, ones).tolist() == pytest.approx([0.5, 1, 0, 0])
     assert lm.gradient_weight("topr", ratio, -ones).tolist() == pytest.approx([-0.5, -1, -1, -1])
     assert lm.gradient_weight("red-weight", ratio, -ones).tolist() == pytest.approx([-math.exp(-1)] * 4)
-    assert lm.gradient_weight("rep-opmd", ratio, ones).tolist() == pytest.approx([1 - 0.2 * math.log(r) for r in ratio.tolist()])
+    penalised = [1 - 0.2 * math.log(r) for r in ratio.tolist()]
+    assert lm.gradient_weight("rep-opmd", ratio, ones).tolist() == pytest.approx(penalised)
     assert lm.gradient_weight("ep-grpo", ratio, -ones).tolist() == pytest.approx(
         [0] + [-r * (1 + 0.1 / (1 + r)) for r in (1.0, 1.25, 3.5)])
 
