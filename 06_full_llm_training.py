@@ -748,7 +748,8 @@ def hinted_group(model, tokenizer, examples, prompt, prompt_mask, worked, *, gro
     """ICPO: the last response of each group is sampled with worked examples in the prompt, and scored without them.
 
     Returns tokens, mask, logprobs and hinted (B,). The sampler's log-probabilities of hinted tokens are those under the plain
-    prompt as well, so that ratios and KL go on to measure staleness, not the hint.
+    prompt as well, so that ratios and KL go on to measure staleness, not the hint. Only a model that reads examples gains by
+    them: the built-in one has never seen two questions in a row, and is right in 1 % with one, in 40 % without.
     """
     tokens, mask, logprobs = generate(model, prompt, prompt_mask, group_size=group_size - 1, **options)
     shown, shown_mask = encode_prompts(tokenizer, examples, device=prompt.device, worked=worked)

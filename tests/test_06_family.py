@@ -336,6 +336,13 @@ def test_noise_correction_in_numbers():
     assert torch.equal(corrected(GROUP, (0.0, 0.0)), corrected(GROUP, (0.0, 0.0), "rec-oneside-is"))
 
 
+@pytest.mark.parametrize("rates", [(0.2, 0.1), (0.4, 0.0)])
+def test_against_a_group_mean_the_correction_is_a_larger_step_and_nothing_else(rates):
+    """ρ⁺ goes with the mean; what is left is a factor 1/(1 − ρ⁺ − ρ⁻), which an optimizer like Adam does not see."""
+    raw = corrected(GROUP, rates, "rec-oneside-is")
+    assert torch.allclose(corrected(GROUP, rates), raw / (1 - sum(rates)), atol=1e-14)
+
+
 @pytest.mark.parametrize("rates", [(0.2, 0.1), (0.0, 0.4), (0.45, 0.5)])
 def test_the_corrected_reward_is_unbiased_and_a_standard_deviation_undoes_it(rates):
     known = {"false_positive_rate": rates[0], "false_negative_rate": rates[1]}
@@ -465,7 +472,8 @@ def test_dynamic_sampling_replaces_flat_groups_and_nothing_else(tiny):
     first, (questions,), config = dapo_batch(tiny, 0)
     filled, calls, _ = dapo_batch(tiny, 1)
     keep = lm.informative_groups(first.rewards)
-    assert [len(c) for c in calls] == [12, flat[0]] and calls[1] != [q for q, k in zip(questions, keep) if not k]
+    assert [len(c) for c in calls] == [12, flat[0]]
+    assert calls[1] != [q for q, k in zip(questions, keep) if not k] and calls[1] != questions[: flat[0]]
     kept = int(keep.sum())
     assert torch.equal(filled.rewards[:kept], first.rewards[keep]) and filled.rewards.shape == first.rewards.shape
     # rows, prompts, log-probabilities and rewards of the joined batch still belong together
@@ -730,6 +738,39 @@ def test_every_row_trains_from_the_command_line(family_runs, tiny_run, name):
     assert any(line["grad_norm"] > 0 for line in history[1:])
     before, after = (load_file(folder / "model.safetensors") for folder in (tiny_run[0], family_runs / name / "model"))
     assert any(not torch.equal(before[key], after[key]) for key in before)
+
+
+def spied(name, seen):
+    """lm's function `name`, which also notes its arguments."""
+    function = getattr(lm, name)
+
+    def wrapper(*arguments, **options):
+        seen.append((arguments, options))
+        return function(*arguments, **options)
+
+    return wrapper
+
+
+@pytest.mark.parametrize("name, rates", [("icpo", None), ("dr-grpo", None), ("noise-corrected-grpo", None),
+                                         ("noise-corrected-grpo", "0.3,0.05")])
+def test_training_passes_on_what_a_row_needs(tiny_run, quick, tmp_path, name, rates):
+    losses, advantages, hints = [], [], []
+    with pytest.MonkeyPatch.context() as patch:
+        for function, seen in (("policy_loss", losses), ("shaped_advantages", advantages), ("hinted_group", hints)):
+            patch.setattr(lm, function, spied(function, seen))
+        lm.main([*tiny_run[2], "--algorithm", name, "--steps", "3", "--sync-offset", "1", "--micro-batch-tokens", "1",
+                 "--out", str(tmp_path), "--reward-noise", "0.2,0.1", *(["--noise-rates", rates] if rates else [])])
+    assert [options["number"] for _, options in advantages] == [1, 2, 3]  # ICPO's clock
+    assert {options["noise_rates"] for _, options in advantages} == {(0.3, 0.05) if rates else (0.2, 0.1)}
+    parts = [options for arguments, options in losses if "weights" in options]
+    assert len(parts) == 12  # a micro-batch for each prompt
+    if name == "icpo":
+        assert len(hints) == 4 and all(len(arguments[5]) == 1 for arguments, _ in hints)  # a batch ahead; one worked example
+        assert all(part["hinted"].tolist() == [False, False, False, True] for part in parts)
+    else:
+        assert not hints and all(part["hinted"] is None for part in parts)
+    if name == "dr-grpo":  # 16 responses, each with a budget of 2 tokens
+        assert all(set(part["weights"].unique().tolist()) <= {0.0, 1 / 32} for part in parts)
 
 
 @pytest.mark.filterwarnings("ignore:groups without a contrast")
