@@ -517,4 +517,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)  # every tensor here is tiny: more threads would only wait for each other
     main()
