@@ -382,6 +382,16 @@ def test_calibration_finds_the_rates(tiny_run, capsys):
     assert rates == pytest.approx((0.3, 0.15), abs=0.05)
 
 
+def always(question, response, answer):
+    return 1.0
+
+
+def test_calibration_judges_a_verifier_of_the_users(tiny_run, capsys):
+    lm.main([*tiny_run[2], "--reward", f"{__name__}:always", "--calibrate", "64"])
+    printed = capsys.readouterr().out
+    assert "passed: " in printed and "= 1.000 (95 %" in printed.splitlines()[0] and "= 0.000 (95 %" in printed.splitlines()[1]
+
+
 @pytest.mark.parametrize("flags, message", [
     (["--reward-noise", "0.2"], "two numbers"), (["--reward-noise", "0.6,0.4"], "less than 1"),
     (["--noise-rates=-0.1,0.2"], "0 or more"), (["--noise-rates", "nan,0"], "0 or more"),
