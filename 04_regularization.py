@@ -380,13 +380,16 @@ def train_stale(methods, logits, rewards, *, sync_interval, sync_offset, steps, 
 def ppo_loss(logprobs, old_logprobs, advantages, mask, *, eps=0.2, dual_clip=None):
     """PPO's −min(ρA, clip(ρ, 1−ε, 1+ε)A), token mean, here with the gradient THROUGH ρ; to compare with.
 
-    dual_clip: c > 1 bounds the loss by −cA where A < 0.
+    Tensors as in rec_loss. dual_clip: c > 1 bounds the loss by −cA where A < 0.
     """
+    if dual_clip is not None and not dual_clip > 1:
+        raise ValueError(f"dual_clip must be > 1, got {dual_clip}; None means no dual clip")
+    logprobs, old_logprobs, advantages, mask = clean_tokens(logprobs, old_logprobs, advantages, mask)
     ratio = (logprobs - old_logprobs).exp()
     per_token = -torch.minimum(ratio * advantages, ratio.clamp(1 - eps, 1 + eps) * advantages)
     if dual_clip is not None:
         per_token = torch.where(advantages < 0, torch.minimum(per_token, -dual_clip * advantages), per_token)
-    return torch.where(mask, per_token, 0.0).sum() / mask.sum()
+    return per_token.sum() / mask.sum().clamp(min=1)
 
 
 def sequence_ratio(log_ratio, mask):
@@ -415,17 +418,30 @@ def gmpo_ratio(log_ratio, advantages, mask, *, log_range=0.4):
 
     log_ratio, mask (..., T), advantages (...): A > 0 caps log ρ_t at log_range, A < 0 lifts it to −log_range. → (...).
     """
+    if advantages.shape != log_ratio.shape[:-1]:
+        raise ValueError("advantages must be (...), one per response, for log_ratio (..., T); "
+                         f"got {tuple(advantages.shape)} for {tuple(log_ratio.shape)}")
+    if not log_range >= 0:
+        raise ValueError(f"log_range must be ≥ 0, got {log_range}")
     capped = torch.where(advantages.unsqueeze(-1) > 0, log_ratio.clamp(max=log_range), log_ratio.clamp(min=-log_range))
     return sequence_ratio(capped, mask)
 
 
 def capped_ratio_weight(ratio, *, cap):
     """W = min(ρ, cap), detached, with M = 1: CISPO (arXiv 2506.13585) with cap 1 + ε, truncated IS with cap C = 2."""
+    if not cap > 0:
+        raise ValueError(f"cap must be positive, got {cap}")
     return ratio.detach().clamp(max=cap)
 
 
 def topr_weight(ratio, rewards):
-    """TOPR (arXiv 2503.14286): W = 1 for right responses (r > 0), min(ρ, 1) for wrong ones. M = 1."""
+    """TOPR (arXiv 2503.14286): W = 1 for right responses (r > 0), min(ρ, 1) for wrong ones. M = 1.
+
+    rewards: as many dimensions as ratio, such as (B, 1) for (B, T).
+    """
+    if rewards.dim() != ratio.dim():
+        raise ValueError("rewards need as many dimensions as ratio: pass rewards.unsqueeze(-1) for one per response; "
+                         f"got {tuple(rewards.shape)} for ratio {tuple(ratio.shape)}")
     return torch.where(rewards > 0, torch.ones_like(ratio), capped_ratio_weight(ratio, cap=1.0))
 
 
@@ -485,14 +501,25 @@ METHODS = {
 # %% 6. Fixed data: where each method ends on the bandit
 
 
+def require_distribution(probs):
+    """Raise ValueError unless the last dimension of `probs` is a probability distribution."""
+    if (probs < 0).any() or not torch.allclose(probs.sum(-1), torch.ones_like(probs.sum(-1)), atol=1e-6):
+        raise ValueError("probabilities must be ≥ 0 and sum to 1 over all responses; normalise them first")
+
+
 def asymre_limit(behaviour_probs, rewards, *, beta):
     """Where AsymRE rests on fixed data: π_i = max(w_i − c, 0)/β with w = π_b·(r − μ + β) and Σ π_i = 1. (A,) → (A,).
 
     Water-filling: the level c rises until what stands out has the volume β. Σ w_i = β, so that c = 0 when all w_i ≥ 0.
+    ValueError: behaviour_probs is no distribution, a reward is not finite, or beta is not a positive number.
     """
-    if not beta > 0:
-        raise ValueError(f"beta must be positive, got {beta}: without the penalty only the winner is left")
+    require_distribution(behaviour_probs)
+    if not 0 < beta < math.inf:
+        raise ValueError(f"beta must be a positive number, got {beta}: without the penalty only the winner is left")
+    if not torch.isfinite(rewards).all():
+        raise ValueError("rewards must be finite")
     weights = behaviour_probs * (rewards - behaviour_probs @ rewards + beta)
+    weights = weights - weights.max()  # a shift moves c alone, and a tiny beta is not rounded away beside a weight of 0
     ordered = weights.sort(descending=True).values
     levels = (ordered.cumsum(-1) - beta) / torch.arange(1, len(ordered) + 1)  # the level if the n best arms stand out
     level = levels[(ordered > levels).nonzero().max()]
@@ -524,7 +551,8 @@ def bandit_ends(*, steps):
     for name, (loss, baseline) in cases.items():
         # A clip stops but does not pull back: large steps would jump over a near bound and stay there.
         near = name.startswith("rec-") and not name.endswith("(.6, 2)")
-        ends[name] = fixed_data_end(loss, REWARDS - baseline, steps=steps, step_size=0.1 if near else 2.0)
+        step_size = 0.002 if "gspo" in name else 0.1 if near else 2.0  # GSPO's bound is a thousandth of the others
+        ends[name] = fixed_data_end(loss, REWARDS - baseline, steps=steps, step_size=step_size)
     return ends
 
 
@@ -893,7 +921,7 @@ def figure_bandit(ends, directory):
         right.annotate(name, (value, len(order) - 0.4), ha="center", va="bottom", fontsize=8, annotation_clip=False)
     right.tick_params(axis="y", labelsize=7)
     right.set(xlabel="expected reward J in the end", xlim=(0.5, 1.05), ylim=(-0.6, len(order) - 0.4))
-    right.set_title("Fixed data: where every method ends", pad=16)
+    right.set_title("Fixed data: only full importance sampling ends on arm 3", pad=16)
     return save_figure(fig, directory, "04_bandit")
 
 
@@ -925,13 +953,14 @@ def figure_stale(runs, names, by_interval, by_sharing, directory):
     for axis, points in ((axes[1, 0], by_interval), (axes[1, 1], by_sharing)):
         lines(axis, list(points), torch.stack(list(points.values()), 1), marker="o", markersize=3)
         axis.set(ylim=(0.2, 1.06))
-    axes[1, 0].set(title="the staler, the worse", xscale="log", xlabel="sync interval I", ylabel="J in the end",
-                   xticks=list(by_interval), xticklabels=[str(every) for every in by_interval])
+    axes[1, 0].set(title="staleness hurts REINFORCE first", xscale="log", xlabel="sync interval I",
+                   ylabel="J in the end", xticks=list(by_interval), xticklabels=[str(every) for every in by_interval])
     axes[1, 0].minorticks_off()
     axes[1, 1].set(title="at (20, 0): sharing does the harm", xlabel="how much the prompts share")
     values = runs["(20, 0)"]["ess"][rows].transpose(1, 2)
     lines(axes[1, 2], range(1, values.shape[1] + 1), values, errorevery=(19, 20))
-    axes[1, 2].set(title="at (20, 0): effective sample size", xlabel="step", ylabel="share of the sample",
+    axes[1, 2].set(title="at (20, 0): leashes save samples", xlabel="step",
+                   ylabel="effective sample size",
                    ylim=(0, 1.06))
     fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
     path = save_figure(fig, directory, "04_stale")

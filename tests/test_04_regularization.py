@@ -610,8 +610,16 @@ def test_asymre_thresholds_by_hand():
     exact = [Fraction(3, 10) - Fraction(174, 1000) / 2, Fraction(6, 10) + Fraction(132, 1000) / 2,
              Fraction(1, 10) + Fraction(42, 1000) / 2]
     close(lesson.asymre_limit(behaviour, rewards, beta=2.0), [float(p) for p in exact])
-    with pytest.raises(ValueError, match="beta"):
-        lesson.asymre_limit(behaviour, rewards, beta=0.0)
+    close(lesson.asymre_limit(behaviour, rewards, beta=1e-20), [0, 1, 0])  # not lost in rounding beside w
+
+
+@pytest.mark.parametrize("behaviour, rewards, beta, message", [
+    ((0.5, 0.5), (0, 1), 0.0, "beta"), ((0.5, 0.5), (0, 1), INFINITY, "beta"), ((0.5, 0.5), (0, 1), NAN, "beta"),
+    ((0.5, 0.6), (0, 1), 0.5, "sum to 1"), ((NAN, 1), (0, 1), 0.5, "sum to 1"), ((0.5, 0.5), (NAN, 1), 0.5, "finite"),
+])
+def test_asymre_limit_refuses(behaviour, rewards, beta, message):
+    with pytest.raises(ValueError, match=message):
+        lesson.asymre_limit(vector(*behaviour), vector(*rewards), beta=beta)
 
 
 def test_where_methods_end():
@@ -627,6 +635,9 @@ def test_where_methods_end():
     pull = behaviour * (rewards - 0.58 - 0.2 * (ends["rep-opmd"] / behaviour).log())
     close(pull - pull.sum() * ends["rep-opmd"], [0, 0, 0], 1e-6)
     assert ends["reinforce-is"][2] > 0.99
+    # GSPO stops arms 1 and 2 at its own bounds, ρ = 1 − .0003 and 1.0004; arm 3 gets the rest.
+    for name in ("rec-gspo-is", "rec-gspo-nois"):
+        close(ends[name][:2], [0.3 * 0.9997, 0.6 * 1.0004], 2e-4)
 
 
 # ---------------------------------------------------------------------------------------------------------- friends
@@ -675,6 +686,28 @@ def test_worked_ratios():
     close(lesson.topr_weight(vector(0.5, 3.0, 0.5, 3.0), vector(1, 1, 0, 0)), [1, 1, 0.5, 1])
     close(lesson.topr_weight(vector(0.5, 3.0), vector(-1, -1)), [0.5, 1])
     assert not lesson.capped_ratio_weight(torch.ones(1, requires_grad=True), cap=2.0).requires_grad
+
+
+def test_ppo_takes_tensors_as_the_other_losses_do():
+    logprobs, old, advantages, mask = batch(rows=4, tokens=4)  # square: (B,) would line up with the tokens
+    per_token = advantages[:, None].expand_as(logprobs)
+    expected = gradient(lesson.ppo_loss, logprobs, old, per_token, mask)
+    close(gradient(lesson.ppo_loss, logprobs, old, advantages, mask), expected)
+    spoilt = torch.where(mask, old, -INFINITY)
+    close(gradient(lesson.ppo_loss, logprobs, spoilt, advantages, mask), expected)
+    assert float(lesson.ppo_loss(logprobs, old, advantages, torch.zeros_like(mask))) == 0.0
+
+
+@pytest.mark.parametrize("call, message", [
+    (lambda: lesson.topr_weight(torch.ones(2, 2), vector(1, 0)), "unsqueeze"),
+    (lambda: lesson.gmpo_ratio(torch.ones(2, 2), torch.ones(2, 1), torch.ones(2, 2).bool()), "advantages"),
+    (lambda: lesson.gmpo_ratio(torch.ones(2, 2), torch.ones(2), torch.ones(2, 2).bool(), log_range=-0.4), "log_range"),
+    (lambda: lesson.capped_ratio_weight(vector(1, 2), cap=-2.0), "cap"),
+    (lambda: lesson.ppo_loss(*batch(), dual_clip=1.0), "dual_clip"),
+])
+def test_friends_refuse(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 def test_overlong_penalty_of_dapo():
@@ -750,6 +783,27 @@ def test_verdicts_follow_the_data():
         assert good[claim] == "holds", claim
         if not start.startswith("P5 two"):
             assert bad[claim] == "does not hold", claim
+
+
+def test_verdicts_look_at_the_method_they_name():
+    """One method falls, or clips much; only the claims about that one say so."""
+    names = tuple(lesson.METHODS)
+
+    def rejected(key, method, amount):
+        curves = {"value": torch.full((len(names), 12, 5), 0.5, dtype=torch.float64),
+                  "clipped": torch.zeros(len(names), 12, 4, dtype=torch.float64)}
+        curves[key][names.index(method), :, :3] += amount
+        rows = lesson.paper_verdicts(dict.fromkeys(lesson.SETTINGS, curves), names)
+        return {(claim[:6], outcome) for claim, setting, *_, outcome in rows if "fall" in claim or claim[:2] == "P8"}
+
+    assert rejected("value", "reinforce", 0.3) == {
+        ("P2 unc", "holds"), ("P2 … o", "holds"), ("P3 … a", "does not hold"), ("P8 (.6", "holds")}
+    assert rejected("value", "rec-oneside-nois", 0.3) == {
+        ("P2 unc", "does not hold"), ("P2 … o", "does not hold"), ("P3 … a", "does not hold"), ("P8 (.6", "holds")}
+    assert rejected("value", "rec-oneside-nois (.6, 2)", 0.3) == {
+        ("P2 unc", "does not hold"), ("P2 … o", "holds"), ("P3 … a", "holds"), ("P8 (.6", "holds")}
+    assert ("P8 (.6", "does not hold") in rejected("clipped", "rec-oneside-nois (.6, 2)", 0.9)
+    assert ("P8 (.6", "holds") in rejected("clipped", "rec-oneside-nois", 0.9)
 
 
 # ------------------------------------------------------------------------------------------- the script as a whole

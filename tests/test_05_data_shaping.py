@@ -122,6 +122,14 @@ def test_expected_red_drop_is_the_mean_over_every_choice(rewards):
     assert lesson.expected_red_drop(tensor(rewards)).tolist() == pytest.approx(want, abs=1e-13)
 
 
+def test_expected_red_drop_of_flat_groups_and_integers():
+    assert (lesson.expected_red_drop(torch.full((7,), 0.1)) == 0).all()  # float32: as red_drop, exactly 0
+    assert lesson.expected_red_drop(torch.tensor([1, 0, 0])).tolist() == [0.5, -0.25, -0.25]
+    for rewards in (torch.ones(1), torch.tensor([1.0, math.nan])):
+        with pytest.raises(ValueError):
+            lesson.expected_red_drop(rewards)
+
+
 # ---------------------------------------------------------------- RED-Weight
 
 
@@ -175,8 +183,20 @@ def test_tilted_success_is_the_weighted_mean_of_a_binary_group(right, wrong, tem
     assert float(lesson.weighted_mean(rewards, weights)) == pytest.approx(odds / (1 + odds))
 
 
+def test_red_weight_parts_of_a_flat_group_are_exactly_zero():
+    for part in lesson.red_weight_parts(torch.full((7,), 0.1), temperature=0.01):
+        assert (part == 0).all()
+
+
 def test_tilted_success_known_value():
     assert float(lesson.tilted_success(0.25, 1.0)) == pytest.approx(0.4753668864, abs=1e-10)
+    assert lesson.tilted_success([0.0, 1.0], 1.0).tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("success, temperature", [(1.5, 1.0), (-0.1, 1.0), (math.nan, 1.0), (0.5, 0), (0.5, -1.0)])
+def test_tilted_success_refuses(success, temperature):
+    with pytest.raises(ValueError):
+        lesson.tilted_success(success, temperature)
 
 
 # ---------------------------------------------------------------- adaptive temperature
@@ -298,6 +318,11 @@ def test_pair_coefficients_of_product_weights():
         assert have == pytest.approx([math.fsum(w) / 36 * b * (a - mean) for a, b in zip(r, w)], abs=1e-14)
 
 
+def test_pair_coefficients_refuse_weights_of_responses():
+    with pytest.raises(ValueError, match="pair_weights"):  # (K,) would line up with the columns
+        lesson.pair_coefficients(torch.ones(3), torch.ones(3))
+
+
 # ---------------------------------------------------------------- own data
 
 
@@ -331,8 +356,9 @@ def test_shaping_gain_scales_the_gradient_of_a_bandit(name):
 
 
 def test_shaping_gain_refuses_a_sure_prompt():
-    with pytest.raises(ValueError):
-        lesson.shaping_gain(torch.tensor([0.5, 1.0]), group_size=4, shaping=lesson.SHAPINGS["REINFORCE"])
+    for rate in (0.0, 1.0, math.nan):
+        with pytest.raises(ValueError):
+            lesson.shaping_gain(torch.tensor([0.5, rate]), group_size=4, shaping=lesson.SHAPINGS["REINFORCE"])
 
 
 # ---------------------------------------------------------------- the bandit
@@ -371,6 +397,20 @@ def test_projection_beats_every_other_support(point):
             if min(candidate) >= 0:
                 best = min(best, math.fsum((x - c) ** 2 for x, c in zip(point, candidate)))
     assert float((tensor(point) - have).square().sum()) == pytest.approx(best, abs=1e-9)
+
+
+def test_projection_of_huge_and_of_infinite_numbers():
+    assert lesson.project_to_simplex(tensor([1e20, 0])).tolist() == [1.0, 0.0]
+    with pytest.raises(ValueError, match="finite"):
+        lesson.project_to_simplex(tensor([math.nan, 0]))
+
+
+@pytest.mark.parametrize("behaviour, rewards, message", [
+    ([0.3, 0.6, 0.1], [0.1, 0.1, 0.1], "same reward"), ([0.5, 0.5, 0.0], [1, 1, 0], "same reward"),
+    ([0.3, 0.6, 0.2], [0, 0.8, 1], "sum to 1"), ([math.nan, 0.6, 0.1], [0, 0.8, 1], "sum to 1")])
+def test_red_weight_limit_refuses(behaviour, rewards, message):
+    with pytest.raises(ValueError, match=message):
+        lesson.red_weight_limit(tensor(behaviour), tensor(rewards), temperature=1.0)
 
 
 def test_red_weight_on_the_bandit_of_the_paper():
@@ -482,6 +522,9 @@ def test_friends_refuse():
         lesson.graded_reward(torch.tensor([1.5]))
     with pytest.raises(ValueError):
         lesson.hint_weight(torch.tensor([0.5]), smoothing=0.0)
+    for temperature in (0.0, -1.0, math.nan):
+        with pytest.raises(ValueError, match="temperature"):
+            lesson.tempered(tensor([0.5, 0.5]), temperature=temperature)
 
 
 # ---------------------------------------------------------------- the stale world
@@ -534,6 +577,20 @@ def test_verdicts_compare_what_they_say():
     curves["somewhere"]["GRPO"][:, -1] = 0.51  # .01 above the others: P6 allows that, "better than" would not
     rows = {claim: outcome for claim, *_, outcome in lesson.shaping_verdicts(curves)}
     assert rows["P6 RED-Drop − GRPO"] == "holds"
+
+
+def test_every_difference_is_between_the_two_that_it_names():
+    methods = list(lesson.shaped_methods(None))
+    curves = {"here": {name: torch.full((4, 2), 2.0**i) for i, name in enumerate(methods)}}
+    final = {name: 2.0**i for i, name in enumerate(methods)}  # powers of two: each difference tells its pair
+    for claim, _, mean, *_ in lesson.shaping_verdicts(curves):
+        first, second = {
+            "RED-Weight T = 1: clipped − not clipped": ("RED-Weight T = 1, clipped", "RED-Weight T = 1"),
+            "REINFORCE, 2 × the step − 1 ×": ("REINFORCE, 2 × the step", "REINFORCE"),
+            "only its pairwise part − REINFORCE": ("… only its pairwise part", "REINFORCE"),
+            "REINFORCE + its imitation − REINFORCE": ("… only REINFORCE + its imitation", "REINFORCE"),
+        }.get(claim) or claim.removeprefix("P6 ").split(" − ")
+        assert mean == final[first] - final[second], claim
 
 
 # ---------------------------------------------------------------- the whole lesson
