@@ -22,6 +22,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
+plt.rcParams["savefig.dpi"] = 160
+
 
 def seed_everything(seed: int) -> torch.Generator:
     """Seed python, numpy and torch, and return a fresh CPU generator with the same seed."""
@@ -106,7 +108,10 @@ def lesson_arguments(docstring: str, argv=None) -> argparse.Namespace:
     parser.add_argument("--json", metavar="PATH", help="also write the claims table to this file")
     parser.add_argument("--exercise", type=int, metavar="N", help="check your answer to exercise N instead of running the lesson")
     parser.add_argument("--answer", metavar="FILE", help="your file for --exercise (default exercise_<lesson>_<N>.py; made with a stub when absent)")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.quick:
+        plt.rcParams["savefig.dpi"] = 60  # drawing fine figures would be a third of a quick run
+    return args
 
 
 def run_exercise(exercises: dict, args: argparse.Namespace) -> None:
@@ -153,7 +158,7 @@ def figure(columns: int = 1, rows: int = 1, *, width: float = 4.6, height: float
     """A figure in the house style; `options` go to plt.subplots."""
     plt.rcParams.update({
         "axes.prop_cycle": matplotlib.cycler(color=[c for c, _ in STYLES], linestyle=[s for _, s in STYLES]),
-        "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": "medium", "figure.dpi": 100, "savefig.dpi": 160,
+        "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": "medium", "figure.dpi": 100,
         "font.size": 10, "legend.frameon": False, "lines.linewidth": 1.8,
     })
     return plt.subplots(rows, columns, figsize=(width * columns, height * rows), layout="constrained", **options)
