@@ -21,6 +21,7 @@ What the previous lessons lacked: a network, a tokenizer, responses of unequal l
 """
 
 import argparse
+import bisect
 import contextlib
 import copy
 import dataclasses
@@ -42,8 +43,9 @@ import warnings
 from collections import deque
 from dataclasses import dataclass, field
 
-# Threads that wait for each other should sleep: spinning, they slow training several times when the machine has other work.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Threads that wait for each other: spin for some microseconds, then sleep. Spinning for long slows training several times when
+# the machine has other work, and sleeping at once doubles the time of the small matrices of the built-in model.
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 import matplotlib
 import numpy as np
@@ -610,7 +612,8 @@ def reward_function(name: str | None, task: str):
         return load_reward(name)
     if task.endswith(".jsonl"):  # whose answers may be formulas
         return lambda question, text, answer: math_reward(text, answer)
-    return lambda question, text, answer: float(is_correct(text, answer))
+    check = functools.lru_cache(2**16)(is_correct)  # a group repeats its short answers
+    return lambda question, text, answer: float(check(text, answer))
 
 
 def collect(model, tokenizer, examples, config: Config, *, version: int, generator, row=None, number=1, worked=()) -> Rollout:
@@ -631,7 +634,7 @@ def collect(model, tokenizer, examples, config: Config, *, version: int, generat
     asked = [e for e in examples for _ in range(config.group_size)]
     try:
         reward = reward_function(config.reward, config.task)
-        rewards = torch.tensor([reward(e.question, text, e.answer) for e, text in zip(asked, texts)], device=device)
+        rewards = torch.tensor([float(reward(e.question, text, e.answer)) for e, text in zip(asked, texts)], device=device)
         rewards = rewards.view(len(examples), -1)
         if row:
             rewards = training_rewards(rewards, asked, texts, mask.sum(1), config, row=row, generator=generator)
@@ -644,7 +647,7 @@ def collect(model, tokenizer, examples, config: Config, *, version: int, generat
 
 
 def decode(tokenizer, tokens, mask) -> list:
-    return tokenizer.batch_decode([row[keep].tolist() for row, keep in zip(tokens.cpu(), mask.cpu())], skip_special_tokens=True)
+    return tokenizer.batch_decode([ids[:n] for ids, n in zip(tokens.tolist(), mask.sum(1).tolist())], skip_special_tokens=True)
 
 
 # %% ------------------------------------------------------------------------- what some rows do to rewards and data
@@ -777,7 +780,7 @@ def token_logprobs(model, prompt, completion, *, prompt_mask=None, mask=None, te
 
     The group shares its prompt here too. The prompts run once, *with* gradients; their keys and values are repeated, which
     autograd sums back; then only the completions run. The state at the prompt's last token predicts completion token 0, the
-    state at completion token t predicts token t + 1.
+    state at completion token t predicts token t + 1. Short completions leave early (`column_blocks`).
 
     Memory: logits of all positions would be (B, T, V). Only states of real completion tokens reach the head, a chunk at a time,
     and backward recomputes each chunk instead of keeping it.
@@ -791,14 +794,22 @@ def token_logprobs(model, prompt, completion, *, prompt_mask=None, mask=None, te
     mask = torch.ones_like(completion, dtype=torch.bool) if mask is None else mask
     body, head, cache = model.base_model, model.get_output_embeddings(), DynamicCache(config=model.config)
 
-    states = body(**model_inputs(body, prompt, prompt_mask, cache)).last_hidden_state[:, -1:].repeat_interleave(group, 0)
-    if completion.shape[1] > 1:
-        cache.batch_repeat_interleave(group)
-        attention = torch.cat([prompt_mask.repeat_interleave(group, 0), mask[:, :-1]], 1)
-        states = torch.cat([states, body(**model_inputs(body, completion[:, :-1], attention, cache)).last_hidden_state], 1)
+    last = body(**model_inputs(body, prompt, prompt_mask, cache)).last_hidden_state[:, -1].repeat_interleave(group, 0)
+    chosen = [mask[:, 0].nonzero()[:, 0] * completion.shape[1]]  # flat places of completion tokens, and the states that
+    states = [last[mask[:, 0]]]                                  # predict them
+    attention = torch.cat([prompt_mask.repeat_interleave(group, 0), mask], 1)
+    places = torch.arange(completion.numel(), device=completion.device).view_as(completion)
+    rows = torch.arange(len(prompt), device=prompt.device).repeat_interleave(group)  # of the cache, for each completion
+    for begin, end, still in column_blocks(mask):
+        cache.batch_select_indices(rows[still])
+        rows = torch.empty_like(rows).index_copy(0, still, torch.arange(len(still), device=still.device))
+        inputs = model_inputs(body, completion[still, begin:end], attention[still, : prompt.shape[1] + end], cache)
+        predicted = mask[still, begin + 1: end + 1]
+        states.append(body(**inputs).last_hidden_state[predicted])
+        chosen.append(places[still, begin + 1: end + 1][predicted])
 
-    states, targets = states[mask], completion[mask]
-    vocabulary = head.weight.shape[0]
+    states, chosen = torch.cat(states), torch.cat(chosen)
+    targets, vocabulary = completion.flatten()[chosen], head.weight.shape[0]
     chunk_size = chunk_size or max(1, 2**24 // vocabulary)  # 64 MiB of float32 logits
     pieces = []
     for begin in range(0, len(targets), chunk_size):
@@ -807,8 +818,23 @@ def token_logprobs(model, prompt, completion, *, prompt_mask=None, mask=None, te
         recompute = torch.is_grad_enabled() and len(targets) > chunk_size
         pieces.append(checkpoint(piece, *arguments, use_reentrant=False) if recompute else piece(*arguments))
     logprobs, entropy = (torch.cat(part) for part in zip(*pieces))
-    scatter = torch.zeros(completion.shape, device=completion.device)
-    return scatter.masked_scatter(mask, logprobs), scatter.masked_scatter(mask, entropy)
+    empty = torch.zeros(completion.numel(), device=completion.device)
+    return tuple(empty.index_put((chosen,), part).view_as(completion) for part in (logprobs, entropy))
+
+
+def column_blocks(mask):
+    """Yield (begin, end, rows): run columns begin … end−1 for these rows. A block ends where half of its rows have ended.
+
+    One block of full width would spend most of its work on padding when a few responses are long. The last token of a response
+    predicts nothing that is trained on, so it is not run.
+    """
+    inputs = (mask * torch.arange(mask.shape[1], device=mask.device)).amax(1)  # of each row: the index of its last token
+    begin, lengths = 0, sorted(inputs.tolist())
+    while lengths and lengths[-1] > begin:
+        lengths = lengths[bisect.bisect_right(lengths, begin):]
+        end = lengths[len(lengths) // 2]
+        yield begin, end, (inputs > begin).nonzero()[:, 0]
+        begin = end
 
 
 def _chosen_logprobs(head, states, targets, *, temperature):
@@ -1251,40 +1277,59 @@ def train_step(model, optimizer, batch: Rollout, config: Config, *, algorithm: A
     advantages = shaped_advantages(batch.rewards, lengths, algorithm=algorithm, generator=generator, noise_rates=rates,
                                    number=batch.number)
     weights = token_weights(batch.mask, aggregation=algorithm.aggregation, constant=config.max_new_tokens)
-    total, group = batch.mask.sum(), config.group_size
-    prompts = max(1, config.micro_batch_tokens // (batch.prompt.shape[1] + group * batch.tokens.shape[1]))
-    loss_sum, metrics, all_logprobs, entropy_sum = 0.0, {}, [], 0.0
+    # Without a regulariser a group whose advantages are all 0 has no gradient: its tokens are only read, for the metrics.
+    teaches = (advantages != 0).any(1) | (algorithm.tau > 0) | (algorithm.beta > 0) | (algorithm.process_weight is not None)
+    total, loss_sum, metrics, entropy_sum = batch.mask.sum(), 0.0, {}, 0.0
+    all_logprobs = torch.zeros_like(batch.old_logprobs)
     optimizer.zero_grad()
-    for first in range(0, len(batch.prompt), prompts):
-        rows = slice(first * group, (first + prompts) * group)
-        part = slice(first, first + prompts)
-        mask = batch.mask[rows]
-        with autocast(config, batch.tokens.device):
-            logprobs, entropy = token_logprobs(model, batch.prompt[part], batch.tokens[rows], mask=mask,
+    for part, rows, width, with_gradient in micro_batches(lengths, batch.prompt.shape[1], teaches, budget=config.micro_batch_tokens):
+        mask, old_logprobs = batch.mask[rows, :width], batch.old_logprobs[rows, :width]
+        with torch.set_grad_enabled(with_gradient), autocast(config, batch.tokens.device):
+            logprobs, entropy = token_logprobs(model, batch.prompt[part], batch.tokens[rows, :width], mask=mask,
                                                prompt_mask=batch.prompt_mask[part], temperature=config.temperature)
         part_advantages = advantages[part].flatten()
         if algorithm.process_weight is not None:
-            log_ratio = logprobs.detach() - batch.old_logprobs[rows]
-            part_advantages = process_advantages(advantages[part], batch.rewards[part], log_ratio, entropy, mask,
-                                                 process_weight=algorithm.process_weight)
-        loss, part_metrics = policy_loss(logprobs, batch.old_logprobs[rows], part_advantages, mask, algorithm=algorithm,
-                                         weights=weights[rows], hinted=None if batch.hinted is None else batch.hinted[rows])
-        loss.backward()
+            part_advantages = process_advantages(advantages[part], batch.rewards[part], logprobs.detach() - old_logprobs, entropy,
+                                                 mask, process_weight=algorithm.process_weight)
+        loss, part_metrics = policy_loss(logprobs, old_logprobs, part_advantages, mask, algorithm=algorithm,
+                                         weights=weights[rows, :width], hinted=None if batch.hinted is None else batch.hinted[rows])
+        if with_gradient:
+            loss.backward()
         share = mask.sum() / total
         metrics = {k: metrics.get(k, 0.0) + share * v for k, v in part_metrics.items()}
         loss_sum, entropy_sum = loss_sum + loss.detach(), entropy_sum + entropy.sum()
-        all_logprobs.append(logprobs.detach())
+        all_logprobs[rows, :width] = logprobs.detach()
     if algorithm.entropy_target is not None:
         loss_sum = loss_sum + steer_entropy(model, batch, config, row=algorithm, entropy=entropy_sum / total, sample=sample)
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
     if not torch.isfinite(loss_sum + grad_norm):
         raise FloatingPointError(f"the loss ({loss_sum:.3g}) or its gradient norm ({grad_norm:.3g}) is not finite")
     optimizer.step()
-    metrics |= off_policyness(torch.cat(all_logprobs), batch.old_logprobs, batch.mask)
+    metrics |= off_policyness(all_logprobs, batch.old_logprobs, batch.mask)
     metrics |= {"loss": loss_sum, "grad_norm": grad_norm, "entropy": entropy_sum / total, "reward": batch.rewards.mean(),
                 "completion_length": lengths.float().mean(), "truncated": batch.truncated.float().mean(),
                 "flat_groups": (batch.rewards.amax(1) == batch.rewards.amin(1)).float().mean()}
     return {k: float(v) for k, v in metrics.items()}
+
+
+def micro_batches(lengths, prompt_tokens: int, teaches, *, budget: int):
+    """Split a batch into passes of at most `budget` tokens, padding included, and at least one prompt.
+
+    lengths: (P, K) response lengths; teaches: (P,) groups that have a gradient, which get passes of their own. Groups of like
+    length go together, and each pass is only as wide as its longest response. Yields (prompts, rows, width, with_gradient).
+    When few groups are without one, or all, every group runs with gradients: in the last case for the optimizer's momentum.
+    """
+    longest, group = lengths.amax(1), lengths.shape[1]
+    if not 0 < teaches.float().mean() < 0.75:
+        teaches = torch.ones_like(teaches)
+    for wanted in (True, False):
+        order = longest.argsort(descending=True, stable=True)
+        order = order[teaches[order] == wanted]
+        while len(order):
+            width = int(longest[order[0]])
+            part = order[: max(1, budget // (prompt_tokens + group * width))].sort().values
+            order = order[len(part):]
+            yield part, (part[:, None] * group + torch.arange(group, device=part.device)).flatten(), width, wanted
 
 
 def steer_entropy(model, batch: Rollout, config: Config, *, row: Algorithm, entropy, sample):
@@ -1336,7 +1381,7 @@ def train(config: Config) -> dict:
     model, tokenizer = load_model(state["folder"] if state else config.model, device=device, cache_dir=config.cache_dir,
                                   task=config.task)
     task = drop_long_prompts(task, model, tokenizer, config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=0.0, fused=device.type != "mps")
     # While the two are refreshed together the sampler is the policy itself; it is a second copy of the weights only when stale.
     sampler = model if config.sync_interval == 1 and not config.offline else copy.deepcopy(model)
     sampling, dropping = torch.Generator(device).manual_seed(config.seed), torch.Generator().manual_seed(config.seed)

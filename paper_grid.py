@@ -15,6 +15,8 @@ The verdicts follow one rule, fixed before the runs (section `claims` below).
 import argparse
 import concurrent.futures
 import csv
+import dataclasses
+import functools
 import hashlib
 import importlib
 import json
@@ -64,16 +66,38 @@ INTERVALS = (1, 2, 5, 10, 20, 40, 80)
 SWEEP = ("reinforce", "reinforce-is", "grpo", "rec-oneside-nois", "rec-oneside-nois (.6,2)", "rep-opmd", "red-weight")
 
 
+@functools.cache
+def twin(label: str, setting: str) -> str:
+    """The row whose runs stand for those of `label`: itself, but on fresh data the first row that is the same there.
+
+    With a fresh sampler every ratio is 1, so that nothing is clipped and every importance weight is 1: rows that differ in
+    nothing else are one computation, trained once.
+    """
+    if setting != "(1,0)" or label not in ROWS:
+        return label
+    plain = {"clip": "none", "weight": "one", "eps_low": 0, "eps_high": 0, "source": ""}
+
+    def fresh(name):
+        algorithm, overrides = ROWS[name]
+        return dataclasses.replace(trainer().ALGORITHMS[algorithm], **plain), overrides.get("learning_rate")
+    return next(name for name in ROWS if fresh(name) == fresh(label))
+
+
+def trainer():
+    return importlib.import_module("06_full_llm_training")
+
+
 def grid_cells(name: str, seeds: int) -> list:
     """The cells of a grid as (label, setting, seed, options of 06), seed by seed, so that a stopped grid is still balanced."""
+    every = [(label, setting, options) for setting, options in SETTINGS.items() for label in ROWS if label == twin(label, setting)]
     if name == "paper":
-        plan = [(label, setting, options) for setting, options in SETTINGS.items() for label in ROWS]
+        plan = every
     elif name == "staleness":
         plan = [(label, f"({i},0)", {"sync_interval": i}) for i in INTERVALS for label in SWEEP]
     elif name == "hard":
-        plan = [(label, setting, {**options, "task": "addition-3"}) for setting, options in SETTINGS.items() for label in ROWS]
+        plan = [(label, setting, {**options, "task": "addition-3"}) for label, setting, options in every]
     elif name == "family":
-        plan = [(label, "(20,0)", SETTINGS["(20,0)"]) for label in importlib.import_module("06_full_llm_training").ALGORITHMS]
+        plan = [(label, "(20,0)", SETTINGS["(20,0)"]) for label in trainer().ALGORITHMS]
     elif name == "conditions":  # where the enlarged range, and dropping alone, might show what the paper reports
         plan = [(label, f"(20,0) lr {rate:g}", {**SETTINGS["(20,0)"], "learning_rate": rate}) for rate in (1e-5, 3e-5, 3e-4)
                 for label in ("reinforce", "reinforce-is", "rec-oneside-nois", "rec-oneside-nois (.6,2)", "red-drop")]
@@ -86,13 +110,15 @@ def cell_settings(cell, *, steps: int) -> dict:
     """The flags of 06 that determine the result of a cell."""
     label, _, seed, options = cell
     algorithm, overrides = ROWS.get(label, (label, {}))
-    return {"algorithm": algorithm, "steps": steps, "eval_every": 10, "eval_samples": 2, "save_every": steps + 1, "seed": seed,
+    return {"algorithm": algorithm, "steps": steps, "eval_every": 15, "eval_samples": 2, "save_every": steps + 1, "seed": seed,
             "device": "cpu", **overrides, **options}
 
 
 def cell_key(cell, *, steps: int) -> str:
-    """The hash of what determines the result: the name under which a finished cell is kept."""
-    return hashlib.sha256(json.dumps(cell_settings(cell, steps=steps), sort_keys=True).encode()).hexdigest()[:12]
+    """The hash of what determines the result, flags, row and base model: the name under which a finished cell is kept."""
+    settings = cell_settings(cell, steps=steps)
+    row = dataclasses.asdict(dataclasses.replace(trainer().ALGORITHMS[settings["algorithm"]], source=""))
+    return hashlib.sha256(json.dumps([settings, row, trainer().TINY], sort_keys=True).encode()).hexdigest()[:12]
 
 
 def run_cell(cell, steps: int, cache_dir: str) -> list:
@@ -100,7 +126,7 @@ def run_cell(cell, steps: int, cache_dir: str) -> list:
     import torch
 
     torch.set_num_threads(1)
-    module = importlib.import_module("06_full_llm_training")
+    module = trainer()
     sys.stdout = sys.stderr = open(os.devnull, "w")  # the grid's own progress bar is enough
     try:
         with tempfile.TemporaryDirectory() as out:
@@ -134,7 +160,7 @@ def train_grid(name: str, *, seeds: int, steps: int, jobs: int, cache_dir: str) 
     path, cells = DATA / f"{name}.csv", grid_cells(name, seeds)
     finished = {line["cell"] for line in load_grid(name)} if path.exists() else set()
     missing = [cell for cell in cells if cell_key(cell, steps=steps) not in finished]
-    module = importlib.import_module("06_full_llm_training")
+    module = trainer()
     for task in {cell_settings(cell, steps=steps).get("task", "addition") for cell in missing}:
         module.built_in_model(module.digits_of(task), cache_dir)  # once, before every process would make it
     if not path.exists():
@@ -159,7 +185,7 @@ def load_grid(name: str) -> list:
 
 def curves(grid: list, row: str, setting: str, column: str = "eval_accuracy"):
     """(steps, values) with values (seeds, steps), seeds in order."""
-    cells = {}
+    cells, row = {}, twin(row, setting)
     for line in grid:
         if line["row"] == row and line["setting"] == setting:
             cells.setdefault(line["seed"], []).append((line["step"], line[column]))
@@ -170,8 +196,8 @@ def curves(grid: list, row: str, setting: str, column: str = "eval_accuracy"):
 
 
 def final(grid: list, row: str, setting: str):
-    """Accuracy at the end of each run: the mean of its last four evaluations, (seeds,). One evaluation would be noisier."""
-    return curves(grid, row, setting)[1][:, -4:].mean(1)
+    """Accuracy at the end of each run: the mean of its last three evaluations, (seeds,). One evaluation would be noisier."""
+    return curves(grid, row, setting)[1][:, -3:].mean(1)
 
 
 def mean_interval(values, *, resamples: int = 10_000) -> tuple:
@@ -213,13 +239,13 @@ def speed(grid, row, setting):
 def drop_from_peak(grid, row, setting):
     """Best evaluation so far minus the end: how much of what was learned is lost again."""
     values = curves(grid, row, setting)[1]
-    return values.max(1) - values[:, -4:].mean(1)
+    return values.max(1) - values[:, -3:].mean(1)
 
 
 def gain(grid, row, setting, kind) -> dict:
     """Final accuracy against the base model's own."""
     values = curves(grid, row, setting)[1]
-    mean, low, high = mean_interval(values[:, -4:].mean(1) - values[:, 0])
+    mean, low, high = mean_interval(values[:, -3:].mean(1) - values[:, 0])
     return {"setting": setting, "what": f"{row}: end − start", "mean": mean, "low": low, "high": high, "verdict": verdict(kind, low, high)}
 
 
@@ -352,7 +378,7 @@ def draw_kl(grid, directory) -> None:
     rank = np.corrcoef(np.argsort(np.argsort(distance)), np.argsort(np.argsort(lost)))[0, 1]
     axis.set_title(f"Runs that move far from their sampler lose what they learned (rank correlation {rank:.2f})" if rank > 0.3 else
                    f"Distance to the sampler against accuracy lost (rank correlation {rank:.2f})", fontsize=9)
-    axis.set_xlabel("largest KL(sampler ‖ policy) per token, mean of 10 steps")
+    axis.set_xlabel("largest KL(sampler ‖ policy) per token, mean of 15 steps")
     axis.set_ylabel("accuracy lost since the best evaluation")
     axis.legend(fontsize=7)
     save_figure(fig, directory, "paper_kl")
@@ -388,8 +414,8 @@ def main(argv=None) -> None:
     parser.add_argument("--out", default=str(ROOT / "figures"), help="folder for the figures (default figures)")
     parser.add_argument("--plot-only", action="store_true", help="draw and judge from the committed tables, without training")
     args = parser.parse_args(argv)
-    if args.seeds < 1 or args.steps < 40 or args.jobs < 1:
-        parser.error("--seeds and --jobs must be at least 1, and --steps at least 40 (four evaluations make the end of a run)")
+    if args.seeds < 1 or args.steps < 45 or args.jobs < 1:
+        parser.error("--seeds and --jobs must be at least 1, and --steps at least 45 (three evaluations make the end of a run)")
     if not args.plot_only:
         train_grid(args.grid, seeds=args.seeds, steps=args.steps, jobs=args.jobs, cache_dir=args.cache_dir)
     if args.grid == "paper":

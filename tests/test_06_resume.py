@@ -45,7 +45,7 @@ def run_child(argv, log, sabotage):
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     torch.set_num_threads(1)
-    trainer.is_correct = noisy_reward
+    trainer.reward_function = lambda name, task: noisy_reward
     trainer.plot_run = lambda *arguments, **options: None
     if sabotage:
         kind, *arguments = sabotage
@@ -54,9 +54,9 @@ def run_child(argv, log, sabotage):
     trainer.main(argv)
 
 
-def noisy_reward(text, gold):
+def noisy_reward(question, text, gold):
     """A random model is never right; and a reward of the user's may draw from any of the global generators."""
-    return ("1" in text) + (random.random() < 0.2) + (np.random.rand() < 0.2) + (torch.rand(()).item() < 0.2)
+    return 1.0 * ("1" in text) + (random.random() < 0.2) + (np.random.rand() < 0.2) + (torch.rand(()).item() < 0.2)
 
 
 def kill_at_disk_call(number, record=None):

@@ -4,6 +4,7 @@ import importlib
 
 import numpy as np
 import pytest
+import torch
 
 import paper_grid
 
@@ -46,11 +47,32 @@ def test_rows_are_compared_seed_by_seed():
     assert paper_grid.compare_rows(grid, "b", "a", "s", "better")["verdict"] == "does not hold"
 
 
-def test_final_is_the_mean_of_the_last_four_evaluations():
+def test_final_is_the_mean_of_the_last_three_evaluations():
     grid = [{"row": "a", "setting": "s", "seed": 0.0, "step": float(i), "eval_accuracy": float(i)} for i in range(10)]
-    assert paper_grid.final(grid, "a", "s").tolist() == [(6 + 7 + 8 + 9) / 4]
+    assert paper_grid.final(grid, "a", "s").tolist() == [(7 + 8 + 9) / 3]
     assert paper_grid.speed(grid, "a", "s").tolist() == [4.5]
-    assert paper_grid.drop_from_peak(grid, "a", "s").tolist() == [9 - 7.5]
+    assert paper_grid.drop_from_peak(grid, "a", "s").tolist() == [9 - 8]
+
+
+def test_rows_that_share_their_runs_on_fresh_data_have_one_gradient():
+    """Every ratio is 1 there. The gradient of each row's loss, advantages included, is its twin's."""
+    lm, rewards = importlib.import_module("06_full_llm_training"), torch.tensor([[1.0, 0, 0, 1, 0, 1], [1.0, 0, 0, 0, 0, 0]])
+    logprobs, mask = -torch.rand(12, 3, dtype=torch.float64), torch.arange(3) <= torch.arange(12)[:, None] % 3
+    lengths = mask.sum(1).view(2, 6)
+
+    def gradient(label):
+        row = lm.find_algorithm(paper_grid.ROWS[label][0], **{k: v for k, v in paper_grid.ROWS[label][1].items() if "eps" in k})
+        advantages = lm.shaped_advantages(rewards, lengths, algorithm=row, generator=torch.Generator().manual_seed(0))
+        leaf = logprobs.clone().requires_grad_()
+        loss, _ = lm.policy_loss(leaf, logprobs, advantages.flatten(), mask, algorithm=row)
+        return torch.autograd.grad(loss, leaf)[0]
+
+    for label in paper_grid.ROWS:
+        twin = paper_grid.twin(label, "(1,0)")
+        assert torch.allclose(gradient(label), gradient(twin), atol=1e-12)
+        assert paper_grid.twin(label, "(20,0)") == label
+        assert ("lr" in label) == (paper_grid.ROWS[twin][1].get("learning_rate") is not None)
+    assert paper_grid.twin("rec-ring-is", "(1,0)") == "reinforce" and paper_grid.twin("red-weight", "(1,0)") == "red-weight"
 
 
 def test_a_missing_row_is_a_clear_error():
@@ -60,7 +82,9 @@ def test_a_missing_row_is_a_clear_error():
 
 def test_cells_differ_only_where_they_should_and_hash_by_what_they_do(tmp_path):
     cells = paper_grid.grid_cells("paper", seeds=5)
-    assert len(cells) == 5 * len(paper_grid.ROWS) * len(paper_grid.SETTINGS) == len({str(c) for c in cells})
+    settings = len(paper_grid.SETTINGS)
+    fresh = len({paper_grid.twin(label, "(1,0)") for label in paper_grid.ROWS})  # rows that are one on fresh data run once
+    assert len(cells) == 5 * (len(paper_grid.ROWS) * (settings - 1) + fresh) == len({str(c) for c in cells})
     assert len({paper_grid.cell_key(cell, steps=120) for cell in cells}) == len(cells)
     assert paper_grid.cell_key(cells[0], steps=120) != paper_grid.cell_key(cells[0], steps=121)
     module = importlib.import_module("06_full_llm_training")
@@ -124,7 +148,7 @@ def test_the_committed_table_holds_whole_runs_of_its_own_grid(name):
     for key, lines in runs.items():
         label, setting, seed, _ = planned[key]
         assert {(line["row"], line["setting"], line["seed"]) for line in lines} == {(label, setting, seed)}
-        assert [line["step"] for line in lines] == list(range(0, 121, 10))
+        assert [line["step"] for line in lines] == list(range(0, 121, 15))
         assert all(0 <= line["eval_accuracy"] <= 1 for line in lines)
 
 
