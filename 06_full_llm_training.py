@@ -40,7 +40,7 @@ import textwrap
 import threading
 import time
 import warnings
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 # Threads that wait for each other: spin for some microseconds, then sleep. Spinning for long slows training several times when
@@ -52,6 +52,7 @@ import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
+import parallel
 from answers import extract_answer, is_correct, load_reward, math_reward  # noqa: F401 (others look for the first here)
 from utils import STYLES, figure, pick_device, save_figure, seed_everything, write_text
 
@@ -67,9 +68,9 @@ def option(default, help: str, shown: str | None = None):
 @dataclass(kw_only=True)
 class ModelOptions:
     _argument_group_name = "model and data"
-    model: str = option("tiny", "tiny (built in), a hub name, a directory, or a .gguf file")
-    task: str = option("addition", "addition, addition-1, addition-3 (digits), gsm8k (hub, or the folder in GSM8K_DIR), "
-                       "or a .jsonl file of {question, answer}")
+    model: str = option("tiny", "tiny or small (built in; small wants a GPU), a hub name, a directory, or a .gguf file")
+    task: str = option("addition", "addition, addition-1, addition-3 (digits), addition-steps (4 digits, with worked steps), "
+                       "gsm8k (hub, or the folder in GSM8K_DIR), or a .jsonl file of {question, answer}")
     reward: str | None = option(None, "module:function of your own, called with (question, response, answer), returns a number",
                                 "1 for the right answer, else 0")
     eval_questions: int = option(256, "held-out questions in an evaluation")
@@ -124,6 +125,10 @@ class TrainingOptions:
     seed: int = option(0, "seed of data order, sampling and random dropping")
     device: str = option("auto", "auto, cpu, cuda or mps")
     dtype: str = option("auto", "compute type: float32, bfloat16 (weights stay float32), auto = bfloat16 on cuda")
+    engine: str = option("auto", "what samples: plain (the loop of this file), paged (transformers' continuous batching), "
+                         "auto = paged on cuda where it works")
+    gradient_checkpointing: bool = option(False, "keep one activation per layer and recompute the rest: less memory, more time")
+    shard: bool = option(False, "with torchrun: split weights, gradients and optimizer state over the processes (FSDP2)")
 
 
 @dataclass(kw_only=True)
@@ -226,6 +231,22 @@ def validate(config: Config) -> None:
         value = getattr(config, name)
         require(value is None or 0 <= value < math.inf, f"--{name.replace('_', '-')} is {value}; it must be 0 or more")
     require(config.dtype in ("auto", "float32", "bfloat16"), f"--dtype is {config.dtype!r}; choose auto, float32 or bfloat16")
+    require(config.engine in ("auto", "plain", "paged"), f"--engine is {config.engine!r}; choose auto, plain or paged")
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    require(config.prompts_per_step % processes == 0 and config.eval_questions >= processes,
+            f"{processes} processes share a batch: --prompts-per-step must be a multiple of {processes}, and --eval-questions at "
+            "least as many")
+    require(processes == 1 or not (config.compare or config.eval_only or config.calibrate), "several processes train one run; "
+            "start --compare, --eval-only and --calibrate without torchrun")
+    if config.model in BUILT_IN:
+        require(built_in_digits(config.task) in BUILT_IN[config.model]["steps"], f"--model {config.model} has not learned --task "
+                f"{config.task}; tiny adds 1 to 3 digits (addition-2), and small adds 4, with its steps (addition-steps)")
+    require(config.model != "small" or config.max_new_tokens >= 40,
+            f"--max-new-tokens is {config.max_new_tokens}; worked steps need 40")
+    require(not config.shard or processes > 1, "--shard splits a model over processes; start them with torchrun "
+            "--nproc-per-node N 06_full_llm_training.py …")
+    require(not config.shard or all(ALGORITHMS[name].entropy_target is None for name in rows),
+            "aepo samples from the policy in every step, which --shard does not offer; leave one of them out")
     try:
         pick_device(config.device)
         for function in filter(None, (config.reward, config.step_reward)):
@@ -282,20 +303,41 @@ def load_task(config: Config) -> Task:
 
 
 def digits_of(task: str) -> int:
-    """Digits of each summand: addition is addition-2."""
-    digits = {"addition": 2, "addition-1": 1, "addition-2": 2, "addition-3": 3}.get(task)
-    require(digits is not None, f"unknown task {task!r}; choose addition, addition-1 or addition-3")
+    """Digits of each summand: addition is addition-2, and addition-steps has 4."""
+    digits = {"addition": 2, "addition-1": 1, "addition-2": 2, "addition-3": 3, "addition-steps": 4}.get(task)
+    require(digits is not None, f"unknown task {task!r}; choose addition, addition-1, addition-3 or addition-steps")
     return digits
 
 
 @functools.cache
 def addition_examples(digits: int) -> tuple[list, list]:
-    """Sums of two numbers below 10^digits in a fixed shuffled order: at most 20,000, of which a tenth is never trained on."""
+    """Sums of two numbers below 10^digits in a fixed shuffled order: at most 20,000, of which a tenth is never trained on.
+
+    """
     below = 10**digits
-    order = torch.randperm(below**2, generator=torch.Generator().manual_seed(2509))[:20_000].tolist()
+    if below**2 <= 10**6:
+        order = torch.randperm(below**2, generator=torch.Generator().manual_seed(2509))[:20_000]
+    else:  # too many pairs to shuffle them all
+        order = torch.randint(below**2, (20_000,), generator=torch.Generator().manual_seed(2509)).unique()
+        order = order[torch.randperm(len(order), generator=torch.Generator().manual_seed(2509))]
     examples = [Example(f"What is {i // below} + {i % below}? Reply with the number only.", str(i // below + i % below),
-                        f"{i // below}+{i % below}=") for i in order]
+                        f"{i // below}+{i % below}=") for i in order.tolist()]
     return examples[len(examples) // 10:], examples[: len(examples) // 10]
+
+
+def worked_steps(question: str, slip: int | None = None) -> str:
+    """'47+85=' → '7+5=12;1+4+8=13;132', one column at a time from the right, the carry in front, then the sum.
+
+    slip: at the step of this number the result is wrong by one, and what follows is built on it.
+    """
+    first, second = question.rstrip("=").split("+")
+    carry, steps, digits = 0, [], ""
+    for place in range(max(len(first), len(second))):
+        column = [number[-1 - place] for number in (first, second) if place < len(number)]
+        result = carry + sum(map(int, column)) + (place == slip)
+        steps.append("+".join(([str(carry)] if carry else []) + column) + f"={result}")
+        carry, digits = result // 10, str(result % 10) + digits
+    return ";".join([*steps, str(int((str(carry) if carry else "") + digits))])
 
 
 def gsm8k_examples() -> tuple[list, list]:
@@ -347,9 +389,8 @@ def load_model(name: str, *, device, cache_dir=None, task: str = "addition"):
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # one bar is enough, and it is ours
-    if name == "tiny":
-        digits = digits_of(task) if task.startswith("addition") else 2
-        return load_model(str(built_in_model(digits, cache_dir)), device=device)
+    if name in BUILT_IN:
+        return load_model(str(built_in_model(built_in_digits(task), cache_dir, name=name, device=device)), device=device)
     path, options = pathlib.Path(name), {}
     if name.endswith(".gguf"):
         require(path.is_file(), f"--model {name}: no such file")
@@ -413,18 +454,27 @@ def encode_prompts(tokenizer, examples, *, device, worked=()):
     return tokens, torch.arange(width, device=device) >= width - lengths[:, None]
 
 
+# The built-in models: Qwen2, but small. "steps" of supervised training by digits; "wrong_share" of what it shows holds a mistake.
 TINY = {"hidden_size": 96, "intermediate_size": 320, "num_hidden_layers": 3, "num_attention_heads": 4,
         "num_key_value_heads": 4, "max_position_embeddings": 64, "wrong_share": 0.6, "steps": {1: 200, 2: 700, 3: 1500},
         "batch": 256, "learning_rate": 2e-3}
+SMALL = {**TINY, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8,
+         "num_key_value_heads": 8, "max_position_embeddings": 128, "steps": {4: 800}, "batch": 512, "learning_rate": 1e-3}
+BUILT_IN = {"tiny": TINY, "small": SMALL}
 
 
-def built_in_model(digits: int, cache_dir) -> pathlib.Path:
-    """The folder of the built-in base model; made by supervised training on first use, then kept in `cache_dir`."""
-    key = hashlib.sha256(json.dumps(TINY, sort_keys=True).encode()).hexdigest()[:10]
-    folder = pathlib.Path(cache_dir) / f"tiny-{digits}-digits-{key}"
+def built_in_digits(task: str) -> int:
+    """What a built-in model has learned when it meets this task; any other task than addition finds the one for two digits."""
+    return digits_of(task) if task.startswith("addition") else 2
+
+
+def built_in_model(digits: int, cache_dir, *, name: str = "tiny", device="cpu") -> pathlib.Path:
+    """The folder of a built-in base model; made by supervised training on first use, then kept in `cache_dir`."""
+    key = hashlib.sha256(json.dumps(BUILT_IN[name], sort_keys=True).encode()).hexdigest()[:10]
+    folder = pathlib.Path(cache_dir) / f"{name}-{digits}-digits-{key}"
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        model, tokenizer = make_tiny_model(digits)
+        model, tokenizer = make_built_in_model(digits, BUILT_IN[name], device=device)
         if not folder.exists():  # another process may have been quicker, with the same model
             replace_folder(folder, lambda scratch: (model.save_pretrained(scratch), tokenizer.save_pretrained(scratch)))
     return folder
@@ -448,44 +498,57 @@ def character_tokenizer():
                                    clean_up_tokenization_spaces=False, padding_side="left")
 
 
-def make_tiny_model(digits: int):
-    """Train the built-in model on additions of which 60 % carry one wrong digit, so that it knows the task but errs.
+def make_built_in_model(digits: int, recipe: dict, *, device="cpu"):
+    """Train a built-in model on additions of which 60 % hold one mistake, so that it knows the task but errs.
 
     Reinforcement learning needs a base that is sometimes right. Noise in the demonstrations sets how often: sampled accuracy
-    settles near the share of clean demonstrations, with no need to stop the training at a lucky moment.
+    settles near the share of clean demonstrations, with no need to stop the training at a lucky moment. Four digits are shown
+    with worked steps, and the mistake is a slip in one of them; fewer digits are shown as the sum, with one digit replaced.
     """
     from tqdm import tqdm
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     tokenizer = character_tokenizer()
-    shape = {k: v for k, v in TINY.items() if k in Qwen2Config().to_dict()}
+    shape = {k: v for k, v in recipe.items() if k in Qwen2Config().to_dict()}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = Qwen2ForCausalLM(Qwen2Config(vocab_size=len(tokenizer), tie_word_embeddings=True, bos_token_id=None,
                                              eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, **shape))
+    model.to(device)
     generator = torch.Generator().manual_seed(0)
     examples, _ = addition_examples(digits)
     prompts = [tokenizer(e.terse)["input_ids"] for e in examples]
-    answers = [tokenizer(e.answer)["input_ids"] for e in examples]
-    first_digit, width = tokenizer.convert_tokens_to_ids("0"), max(map(len, prompts)) + max(map(len, answers)) + 1
-    rows = torch.full((len(examples), width), tokenizer.pad_token_id)
-    for row, prompt, answer in zip(rows, prompts, answers):
-        row[: len(prompt) + len(answer) + 1] = torch.tensor(prompt + answer + [tokenizer.eos_token_id])
-    starts, lengths = torch.tensor([len(p) for p in prompts]), torch.tensor([len(a) for a in answers])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=TINY["learning_rate"], weight_decay=0.01)
-    steps = TINY["steps"][digits]
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, TINY["learning_rate"], total_steps=steps)
+    if digits < 4:
+        shown = [[e.answer for e in examples]]
+        lengths = torch.tensor([len(e.answer) for e in examples])
+    else:  # without a mistake, and with a slip in each of the steps
+        shown = [[worked_steps(e.terse, slip) for e in examples] for slip in (None, *range(digits))]
+        lengths = torch.tensor([max(map(len, e.terse.rstrip("=").split("+"))) for e in examples])
+    demonstrations = [tokenizer(texts)["input_ids"] for texts in shown]
+    first_digit, width = tokenizer.convert_tokens_to_ids("0"), max(len(p) for p in prompts) + max(map(len, sum(demonstrations, []))) + 1
+    rows = torch.full((len(shown), len(examples), width), tokenizer.pad_token_id)
+    for version, answers in zip(rows, demonstrations):
+        for row, prompt, answer in zip(version, prompts, answers):
+            row[: len(prompt) + len(answer) + 1] = torch.tensor(prompt + answer + [tokenizer.eos_token_id])
+    starts = torch.tensor([len(p) for p in prompts])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe["learning_rate"], weight_decay=0.01)
+    steps = recipe["steps"][digits]
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe["learning_rate"], total_steps=steps)
     progress = tqdm(range(steps), desc="making the built-in model (once)", mininterval=redraw_seconds())
     for _ in progress:
-        pick = torch.randint(len(rows), (TINY["batch"],), generator=generator)
-        tokens, start, length = rows[pick].clone(), starts[pick], lengths[pick]
-        wrong = torch.rand(len(pick), generator=generator) < TINY["wrong_share"]
-        place = start + (torch.rand(len(pick), generator=generator) * length).long()
+        pick = torch.randint(len(examples), (recipe["batch"],), generator=generator)
+        wrong = torch.rand(len(pick), generator=generator) < recipe["wrong_share"]
+        place = (torch.rand(len(pick), generator=generator) * lengths[pick]).long()
         shift = torch.randint(1, 10, (len(pick),), generator=generator)
-        digit = tokens.gather(1, place[:, None]).squeeze(1) - first_digit
-        tokens[wrong, place[wrong]] = first_digit + (digit + shift)[wrong] % 10
-        labels = tokens.masked_fill((torch.arange(width) < start[:, None]) | (tokens == tokenizer.pad_token_id), -100)
-        loss = model(input_ids=tokens, labels=labels).loss
+        if len(shown) > 1:
+            tokens = rows[torch.where(wrong, place + 1, 0), pick]
+        else:
+            tokens, place = rows[0, pick].clone(), starts[pick] + place
+            digit = tokens.gather(1, place[:, None]).squeeze(1) - first_digit
+            tokens[wrong, place[wrong]] = first_digit + (digit + shift)[wrong] % 10
+        labels = tokens.masked_fill((torch.arange(width) < starts[pick, None]) | (tokens == tokenizer.pad_token_id), -100)
+        with torch.autocast("cuda", torch.bfloat16, enabled=model.device.type == "cuda"):
+            loss = model(input_ids=tokens.to(device), labels=labels.to(device)).loss
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -580,6 +643,34 @@ def generate(model, prompt, prompt_mask, *, group_size: int, max_new_tokens: int
             logprobs[:, :width].masked_fill(~mask[:, :width], 0.0))
 
 
+def generate_paged(model, prompt, prompt_mask, *, group_size: int, max_new_tokens: int, temperature: float, eos_ids, pad_id: int,
+                   generator):
+    """`generate` through transformers' continuous batching: a response that ends makes room for another one's tokens, and keys
+    and values lie in pages, so that long and short responses share one batch without padding. temperature must be positive.
+    """
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    on_gpu = prompt.device.type == "cuda"
+    sizes = {"max_memory_percent": 0.5} if on_gpu else {"num_blocks": 512, "max_batch_tokens": 512, "page_size": 16}
+    seed = int(torch.randint(2**31, (), generator=generator, device=generator.device))
+    answers = model.generate_batch(
+        [ids[keep].tolist() for ids, keep in zip(prompt.cpu(), prompt_mask.cpu())],
+        generation_config=GenerationConfig(do_sample=True, temperature=temperature, top_k=0, top_p=1.0, pad_token_id=pad_id,
+                                           eos_token_id=sorted(eos_ids), max_new_tokens=max_new_tokens,
+                                           num_return_sequences=group_size),
+        continuous_batching_config=ContinuousBatchingConfig(return_logprobs=True, seed=seed, auto_switch_to_flash=False, **sizes))
+    answers = list(answers.values())
+    if len(answers) < len(prompt) * group_size or any(answer.error for answer in answers):
+        raise RuntimeError("continuous batching lost some responses; use --engine plain")
+    lengths = torch.tensor([len(answer.generated_tokens) for answer in answers])
+    mask = torch.arange(int(lengths.max())) < lengths[:, None]
+    tokens = torch.full(mask.shape, pad_id)
+    tokens[mask] = torch.tensor([token for answer in answers for token in answer.generated_tokens])
+    logprobs = torch.zeros(mask.shape)
+    logprobs[mask] = torch.tensor([value for answer in answers for value in answer.logprobs])
+    return tokens.to(prompt.device), mask.to(prompt.device), logprobs.to(prompt.device)
+
+
 def completion_mask(tokens, *, eos_ids):
     """True up to and including the first EOS of each row, (B, T) → bool (B, T).
 
@@ -612,8 +703,8 @@ def reward_function(name: str | None, task: str):
         return load_reward(name)
     if task.endswith(".jsonl"):  # whose answers may be formulas
         return lambda question, text, answer: math_reward(text, answer)
-    check = functools.lru_cache(2**16)(is_correct)  # a group repeats its short answers
-    return lambda question, text, answer: float(check(text, answer))
+    check = functools.lru_cache(2**16)(lambda function, text, answer: float(function(text, answer)))  # a group repeats itself
+    return lambda question, text, answer: check(is_correct, text, answer)
 
 
 def collect(model, tokenizer, examples, config: Config, *, version: int, generator, row=None, number=1, worked=()) -> Rollout:
@@ -629,7 +720,8 @@ def collect(model, tokenizer, examples, config: Config, *, version: int, generat
         if worked:
             tokens, mask, logprobs, hinted = hinted_group(model, tokenizer, examples, prompt, prompt_mask, worked, **options)
         else:
-            tokens, mask, logprobs = generate(model, prompt, prompt_mask, **options)
+            sample = generate_paged if config.engine == "paged" and config.temperature else generate
+            tokens, mask, logprobs = sample(model, prompt, prompt_mask, **options)
     texts = decode(tokenizer, tokens, mask)
     asked = [e for e in examples for _ in range(config.group_size)]
     try:
@@ -704,18 +796,18 @@ def informative_groups(rewards):
 
 
 def training_batch(sampler, tokenizer, task: Task, number: int, config: Config, *, row, version: int, generator) -> Rollout:
-    """Batch `number` of the run. DAPO's dynamic sampling replaces its flat groups, at most --refills times."""
+    """This process's share of batch `number` of the run. DAPO's dynamic sampling replaces flat groups, at most --refills times."""
     options = {"row": row, "number": number, "version": version, "generator": generator}
     if row.worked_examples:
         options["worked"] = batch_examples(task.train, number, count=row.worked_examples, seed=config.seed + 1)
-    examples = batch_examples(task.train, number, count=config.prompts_per_step, seed=config.seed)
+    examples = batch_examples(task.train, number, count=config.prompts_per_step, seed=config.seed)[parallel.rank():: parallel.size()]
     batch = collect(sampler, tokenizer, examples, config, **options)
     for attempt in range(config.refills if row.refill else 0):
         keep = informative_groups(batch.rewards)
         if keep.all():
             break
         # a shuffle of its own for each attempt; a pure function of the batch number again, so that a resumed run repeats it
-        seed, count = (config.seed + 1) * 1009 + attempt, int((~keep).sum())
+        seed, count = (config.seed + 1) * 1009 + attempt + 7919 * parallel.rank(), int((~keep).sum())
         more = batch_examples(task.train, number, count=count, seed=seed)
         batch = join(batch, keep, collect(sampler, tokenizer, more, config, **options))
     else:
@@ -772,31 +864,77 @@ def hinted_group(model, tokenizer, examples, prompt, prompt_mask, worked, *, gro
 
 
 @in_eval_mode
-def token_logprobs(model, prompt, completion, *, prompt_mask=None, mask=None, temperature: float = 1.0, chunk_size=None):
+def token_logprobs(model, prompt, completion, *, prompt_mask=None, mask=None, temperature: float = 1.0, chunk_size=None,
+                   share_prompt: bool = True):
     """log π_θ of each completion token and the policy's entropy there: two (B, T) float32 tensors, 0 where mask is False.
 
     prompt (P, L) left-padded, completion (B, T) right-padded, B a multiple of P: rows p·B/P … belong to prompt p.
     The entropy carries no gradient. Raises ValueError when B is not a multiple of P.
 
-    The group shares its prompt here too. The prompts run once, *with* gradients; their keys and values are repeated, which
-    autograd sums back; then only the completions run. The state at the prompt's last token predicts completion token 0, the
-    state at completion token t predicts token t + 1. Short completions leave early (`column_blocks`).
-
     Memory: logits of all positions would be (B, T, V). Only states of real completion tokens reach the head, a chunk at a time,
     and backward recomputes each chunk instead of keeping it.
     """
-    from transformers import DynamicCache
-
     if completion.shape[0] % prompt.shape[0]:
         raise ValueError(f"{completion.shape[0]} completions cannot be split evenly over {prompt.shape[0]} prompts")
-    group = completion.shape[0] // prompt.shape[0]
     prompt_mask = torch.ones_like(prompt, dtype=torch.bool) if prompt_mask is None else prompt_mask
     mask = torch.ones_like(completion, dtype=torch.bool) if mask is None else mask
-    body, head, cache = model.base_model, model.get_output_embeddings(), DynamicCache(config=model.config)
+    states_of = shared_prompt_states if share_prompt and not recomputes(model) else whole_sequence_states
+    states, chosen = states_of(model, prompt, prompt_mask, completion, mask)
 
+    head, targets = model.get_output_embeddings(), completion.flatten()[chosen]
+    chunk_size = chunk_size or max(1, 2**23 // head.weight.shape[0])  # 32 MiB of float32 logits
+    pieces = []
+    for begin in range(0, len(targets), chunk_size):
+        piece = functools.partial(_chosen_logprobs, head, temperature=temperature)
+        arguments = states[begin: begin + chunk_size], targets[begin: begin + chunk_size]
+        recompute = torch.is_grad_enabled() and len(targets) > chunk_size
+        pieces.append(checkpoint(piece, *arguments, use_reentrant=False) if recompute else piece(*arguments))
+    logprobs, entropy = (torch.cat(part) for part in zip(*pieces))
+    empty, places = torch.zeros(completion.shape, device=completion.device), torch.unravel_index(chosen, completion.shape)
+    return empty.index_put(places, logprobs), empty.index_put(places, entropy)
+
+
+def whole_sequence_states(model, prompt, prompt_mask, completion, mask):
+    """The states that predict completion tokens, (N, H), and the flat places of those tokens in (B, T): each prompt is run
+    again for each of its completions. The plain way, which gradient checkpointing and sharding need.
+
+    The state at position i predicts token i + 1, so the states of T completion tokens begin at the prompt's last one.
+    """
+    group, body = completion.shape[0] // prompt.shape[0], model.base_model
+    tokens = torch.cat([prompt.repeat_interleave(group, 0), completion], 1)
+    attention = torch.cat([prompt_mask.repeat_interleave(group, 0), mask], 1)
+    inputs = {**model_inputs(body, tokens, attention, None), "use_cache": False}
+    model.train(recomputes(model))
+    states = body(**inputs).last_hidden_state[:, prompt.shape[1] - 1: -1]
+    return states[mask], mask.flatten().nonzero()[:, 0]
+
+
+def recompute_activations(model) -> None:
+    """Gradient checkpointing: backward recomputes each block from its input. It acts in training mode only, in which dropout
+    would act as well and part the trainer from the sampler; so dropout is taken out of the model."""
+    new_name = getattr(model, "activation_checkpointing_enable", None)  # since transformers 5.24
+    (new_name or model.gradient_checkpointing_enable)()
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, float) and (isinstance(module, torch.nn.Dropout) or "dropout" in name):
+                setattr(module, name, 0.0)
+
+
+def recomputes(model) -> bool:
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
+def shared_prompt_states(model, prompt, prompt_mask, completion, mask):
+    """The same, but a group shares its prompt, as in `generate`.
+
+    The prompts run once, *with* gradients; their keys and values are repeated, which autograd sums back; then only the
+    completions run, and short ones leave early (`column_blocks`).
+    """
+    from transformers import DynamicCache
+
+    group, body, cache = completion.shape[0] // prompt.shape[0], model.base_model, DynamicCache(config=model.config)
     last = body(**model_inputs(body, prompt, prompt_mask, cache)).last_hidden_state[:, -1].repeat_interleave(group, 0)
-    chosen = [mask[:, 0].nonzero()[:, 0] * completion.shape[1]]  # flat places of completion tokens, and the states that
-    states = [last[mask[:, 0]]]                                  # predict them
+    states, chosen = [last[mask[:, 0]]], [mask[:, 0].nonzero()[:, 0] * completion.shape[1]]
     attention = torch.cat([prompt_mask.repeat_interleave(group, 0), mask], 1)
     places = torch.arange(completion.numel(), device=completion.device).view_as(completion)
     rows = torch.arange(len(prompt), device=prompt.device).repeat_interleave(group)  # of the cache, for each completion
@@ -807,19 +945,7 @@ def token_logprobs(model, prompt, completion, *, prompt_mask=None, mask=None, te
         predicted = mask[still, begin + 1: end + 1]
         states.append(body(**inputs).last_hidden_state[predicted])
         chosen.append(places[still, begin + 1: end + 1][predicted])
-
-    states, chosen = torch.cat(states), torch.cat(chosen)
-    targets, vocabulary = completion.flatten()[chosen], head.weight.shape[0]
-    chunk_size = chunk_size or max(1, 2**24 // vocabulary)  # 64 MiB of float32 logits
-    pieces = []
-    for begin in range(0, len(targets), chunk_size):
-        piece = functools.partial(_chosen_logprobs, head, temperature=temperature)
-        arguments = states[begin: begin + chunk_size], targets[begin: begin + chunk_size]
-        recompute = torch.is_grad_enabled() and len(targets) > chunk_size
-        pieces.append(checkpoint(piece, *arguments, use_reentrant=False) if recompute else piece(*arguments))
-    logprobs, entropy = (torch.cat(part) for part in zip(*pieces))
-    empty = torch.zeros(completion.numel(), device=completion.device)
-    return tuple(empty.index_put((chosen,), part).view_as(completion) for part in (logprobs, entropy))
+    return torch.cat(states), torch.cat(chosen)
 
 
 def column_blocks(mask):
@@ -838,10 +964,11 @@ def column_blocks(mask):
 
 
 def _chosen_logprobs(head, states, targets, *, temperature):
-    logits = head(states).float() / temperature
+    logits = head(states).float()
+    logits = logits / temperature if temperature != 1 else logits
     log_normaliser = logits.logsumexp(-1)
     with torch.no_grad():
-        entropy = log_normaliser - (torch.softmax(logits, -1) * logits).sum(-1)
+        entropy = log_normaliser - (logits - log_normaliser[:, None]).exp_().mul_(logits).sum(-1)
     return logits.gather(-1, targets[:, None])[:, 0] - log_normaliser, entropy
 
 
@@ -1272,43 +1399,54 @@ def train_step(model, optimizer, batch: Rollout, config: Config, *, algorithm: A
 
     sample: `generate` with the policy and all but the prompts, the group size and the temperature filled in (AEPO).
     """
-    lengths = batch.mask.sum(1).view_as(batch.rewards)
+    lengths, sharded = batch.mask.sum(1).view_as(batch.rewards), parallel.is_sharded(model)
     rates = rate_pair(config.noise_rates or config.reward_noise, flag="--noise-rates")
-    advantages = shaped_advantages(batch.rewards, lengths, algorithm=algorithm, generator=generator, noise_rates=rates,
-                                   number=batch.number)
-    weights = token_weights(batch.mask, aggregation=algorithm.aggregation, constant=config.max_new_tokens)
+    # Advantages and denominators belong to the whole batch, wherever its parts were sampled: a mean of the processes' own means
+    # would weigh the tokens of short responses more.
+    all_rewards, all_lengths = parallel.gather(batch.rewards), parallel.gather(lengths)
+    advantages = shaped_advantages(all_rewards, all_lengths, algorithm=algorithm, generator=generator, noise_rates=rates,
+                                   number=batch.number).chunk(parallel.size())[parallel.rank()]
+    total = all_lengths.sum()
+    weights = token_weights(batch.mask, aggregation=algorithm.aggregation, tokens=total, sequences=all_lengths.numel(),
+                            constant=config.max_new_tokens)
     # Without a regulariser a group whose advantages are all 0 has no gradient: its tokens are only read, for the metrics.
-    teaches = (advantages != 0).any(1) | (algorithm.tau > 0) | (algorithm.beta > 0) | (algorithm.process_weight is not None)
-    total, loss_sum, metrics, entropy_sum = batch.mask.sum(), 0.0, {}, 0.0
-    all_logprobs = torch.zeros_like(batch.old_logprobs)
+    teaches = (advantages != 0).any(1) | (algorithm.tau > 0) | (algorithm.beta > 0) | (algorithm.process_weight is not None) | sharded
+    parts = list(micro_batches(lengths, batch.prompt.shape[1], teaches, budget=config.micro_batch_tokens))
+    read = model.token_logprobs if sharded else functools.partial(token_logprobs, model)
+    sums, all_logprobs = Counter(), torch.zeros_like(batch.old_logprobs)
     optimizer.zero_grad()
-    for part, rows, width, with_gradient in micro_batches(lengths, batch.prompt.shape[1], teaches, budget=config.micro_batch_tokens):
+    for number in range(parallel.largest(len(parts)) if sharded else len(parts)):
+        part, rows, width, with_gradient = parts[number % len(parts)]
+        counts = float(number < len(parts))  # 0: a process that is done joins the others' passes, which gather its weights
         mask, old_logprobs = batch.mask[rows, :width], batch.old_logprobs[rows, :width]
         with torch.set_grad_enabled(with_gradient), autocast(config, batch.tokens.device):
-            logprobs, entropy = token_logprobs(model, batch.prompt[part], batch.tokens[rows, :width], mask=mask,
-                                               prompt_mask=batch.prompt_mask[part], temperature=config.temperature)
+            logprobs, entropy = read(batch.prompt[part], batch.tokens[rows, :width], mask=mask, prompt_mask=batch.prompt_mask[part],
+                                     temperature=config.temperature, share_prompt=not sharded)
         part_advantages = advantages[part].flatten()
         if algorithm.process_weight is not None:
             part_advantages = process_advantages(advantages[part], batch.rewards[part], logprobs.detach() - old_logprobs, entropy,
                                                  mask, process_weight=algorithm.process_weight)
-        loss, part_metrics = policy_loss(logprobs, old_logprobs, part_advantages, mask, algorithm=algorithm,
-                                         weights=weights[rows, :width], hinted=None if batch.hinted is None else batch.hinted[rows])
+        loss, metrics = policy_loss(logprobs, old_logprobs, part_advantages, mask, algorithm=algorithm,
+                                    weights=weights[rows, :width] * counts,
+                                    hinted=None if batch.hinted is None else batch.hinted[rows])
         if with_gradient:
-            loss.backward()
-        share = mask.sum() / total
-        metrics = {k: metrics.get(k, 0.0) + share * v for k, v in part_metrics.items()}
-        loss_sum, entropy_sum = loss_sum + loss.detach(), entropy_sum + entropy.sum()
+            (loss * parallel.size() if sharded else loss).backward()
+        share = counts * mask.sum() / total
+        sums.update({"loss": loss.detach(), "entropy": counts * entropy.sum() / total, **{k: share * v for k, v in metrics.items()}})
         all_logprobs[rows, :width] = logprobs.detach()
+    metrics = dict(zip(sums, parallel.add_up(torch.stack(list(sums.values())))))
     if algorithm.entropy_target is not None:
-        loss_sum = loss_sum + steer_entropy(model, batch, config, row=algorithm, entropy=entropy_sum / total, sample=sample)
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
-    if not torch.isfinite(loss_sum + grad_norm):
-        raise FloatingPointError(f"the loss ({loss_sum:.3g}) or its gradient norm ({grad_norm:.3g}) is not finite")
+        metrics["loss"] += steer_entropy(model, batch, config, row=algorithm, entropy=metrics["entropy"], sample=sample)
+    if not sharded:
+        parallel.add_gradients(model.parameters())
+    grad_norm = parallel.whole(torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm))
+    if not torch.isfinite(metrics["loss"] + grad_norm):
+        raise FloatingPointError(f"the loss ({metrics['loss']:.3g}) or its gradient norm ({grad_norm:.3g}) is not finite")
     optimizer.step()
     metrics |= off_policyness(all_logprobs, batch.old_logprobs, batch.mask)
-    metrics |= {"loss": loss_sum, "grad_norm": grad_norm, "entropy": entropy_sum / total, "reward": batch.rewards.mean(),
-                "completion_length": lengths.float().mean(), "truncated": batch.truncated.float().mean(),
-                "flat_groups": (batch.rewards.amax(1) == batch.rewards.amin(1)).float().mean()}
+    metrics |= {"grad_norm": grad_norm, "reward": all_rewards.mean(), "completion_length": all_lengths.float().mean(),
+                "truncated": parallel.gather(batch.truncated.float()).mean(),
+                "flat_groups": (all_rewards.amax(1) == all_rewards.amin(1)).float().mean()}
     return {k: float(v) for k, v in metrics.items()}
 
 
@@ -1344,9 +1482,9 @@ def steer_entropy(model, batch: Rollout, config: Config, *, row: Algorithm, entr
                                  temperature=config.temperature * heat)
         logprobs, _ = token_logprobs(model, batch.prompt, tokens, mask=mask, prompt_mask=batch.prompt_mask,
                                      temperature=config.temperature)
-    loss = -row.entropy_weight * logprobs.sum() / mask.sum()
+    loss = -row.entropy_weight * logprobs.sum() / parallel.add_up(mask.sum())
     loss.backward()
-    return loss.detach()
+    return parallel.add_up(loss.detach())
 
 
 def off_policyness(logprobs, old_logprobs, mask) -> dict:
@@ -1355,16 +1493,20 @@ def off_policyness(logprobs, old_logprobs, mask) -> dict:
     ess = (Σ ρ_seq)² / (B Σ ρ_seq²), 1 when on-policy and 1/B when one response carries all the weight.
     """
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
-    sequence = torch.softmax(log_ratio.sum(1), 0)
-    ratio = log_ratio[mask].clamp(-20, 20).exp().sort().values
+    sequence = torch.softmax(parallel.gather(log_ratio.sum(1)), 0)
+    ratio = parallel.gather(log_ratio[mask]).clamp(-20, 20).exp().sort().values
     at = {f"ratio_p{q:02d}": ratio[int(q / 100 * (len(ratio) - 1))] for q in (5, 50, 95)}
     return {**at, "ratio_max": ratio[-1], "ess": 1 / (sequence**2).sum() / len(sequence)}
 
 
+def autocast_dtype(config: Config, device):
+    return torch.bfloat16 if config.dtype == "bfloat16" or (config.dtype == "auto" and device.type == "cuda") else None
+
+
 def autocast(config: Config, device):
     """bfloat16 matrix products on float32 weights, where asked for; log-softmax, ratios and losses stay float32."""
-    wanted = config.dtype == "bfloat16" or (config.dtype == "auto" and device.type == "cuda")
-    return torch.autocast(device.type, torch.bfloat16) if wanted else contextlib.nullcontext()
+    dtype = autocast_dtype(config, device)
+    return torch.autocast(device.type, dtype) if dtype else contextlib.nullcontext()
 
 
 def train(config: Config) -> dict:
@@ -1375,64 +1517,109 @@ def train(config: Config) -> dict:
     require(config.resume or config.overwrite or not ((out / "metrics.jsonl").exists() or checkpoints(out)),
             f"{out} already holds a run: add --resume to continue it, --overwrite to replace it, or choose another --out")
     seed_everything(config.seed)  # for a reward of the user's; what is drawn here comes from generators of its own
-    device, task = pick_device(config.device), load_task(config)
-    row = chosen_row(config)
+    device, row = parallel.start(pick_device(config.device)), chosen_row(config)
+    main_process = parallel.rank() == 0
     state = load_checkpoint(out) if config.resume else None
-    model, tokenizer = load_model(state["folder"] if state else config.model, device=device, cache_dir=config.cache_dir,
-                                  task=config.task)
+    with parallel.first_process_first():
+        task = load_task(config)
+        model, tokenizer = load_model(state["folder"] if state else config.model, device=device, cache_dir=config.cache_dir,
+                                      task=config.task)
     task = drop_long_prompts(task, model, tokenizer, config)
+    config = working_engine(model, tokenizer, task, config)
+    # While the two are refreshed together the sampler is the policy itself. It is a second copy of the weights only when it is
+    # stale, when the policy is in pieces, or when the engine needs its weights in bfloat16.
+    copied = config.sync_interval > 1 or config.offline or config.shard or (config.engine == "paged" and device.type == "cuda")
+    sampler = copy.deepcopy(model) if copied else model
+    if copied and device.type == "cuda":
+        sampler.to(autocast_dtype(config, device) or torch.float32)
+    if config.gradient_checkpointing:
+        recompute_activations(model)
+    if config.shard:
+        parallel.shard(model, token_logprobs, compute_dtype=autocast_dtype(config, device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=0.0, fused=device.type != "mps")
-    # While the two are refreshed together the sampler is the policy itself; it is a second copy of the weights only when stale.
-    sampler = model if config.sync_interval == 1 and not config.offline else copy.deepcopy(model)
-    sampling, dropping = torch.Generator(device).manual_seed(config.seed), torch.Generator().manual_seed(config.seed)
+    sampling = torch.Generator(device).manual_seed(process_seed(config.seed))
+    dropping = torch.Generator().manual_seed(config.seed)  # decided for the whole batch, alike in all processes
     version, queue, first_step = 0, deque(), 1  # the queue is the first-in first-out buffer between sampler and trainer
 
     if state:
-        version, queue, first_step = state["version"], deque(Rollout(**batch) for batch in state["queue"]), state["step"] + 1
-        optimizer.load_state_dict(state["optimizer"])
+        require(len(state["processes"]) == parallel.size(), f"the run in {out} was saved by {len(state['processes'])} processes and "
+                f"continues with as many, not with {parallel.size()}: see torchrun's --nproc-per-node")
+        mine = state["processes"][parallel.rank()]
+        queue = deque(Rollout(**parallel.move(batch, device)) for batch in mine["queue"])
+        version, first_step = state["version"], state["step"] + 1
+        parallel.load_optimizer_state(optimizer, state["optimizer"])
         optimizer.param_groups[0]["lr"] = config.learning_rate  # a flag given with --resume counts
-        sampler.load_state_dict(state["sampler"] or model.state_dict())
-        restore_random(state["random"], sampling, dropping)
-        keep_lines(out, last_step=state["step"])
-    else:
-        self_check(model, tokenizer, task, config)
-        clear_run(out)
-    for leftover in [*out.glob("unfinished-*"), *out.glob("checkpoint/unfinished-*"), *checkpoints(out)[:-1]]:  # after a kill
-        discard(leftover) if leftover.is_dir() else leftover.unlink()
-    store_config(out, config)
+        if copied:
+            sampler.load_state_dict(state["sampler"])
+        restore_random(mine["random"], sampling, dropping)
+    parallel.wait()  # all have seen what --out holds
+    if main_process:
+        keep_lines(out, last_step=state["step"]) if state else clear_run(out)
+        for leftover in [*out.glob("unfinished-*"), *out.glob("checkpoint/unfinished-*"), *checkpoints(out)[:-1]]:  # after a kill
+            discard(leftover) if leftover.is_dir() else leftover.unlink()
+        store_config(out, config)
 
     def save(step):
-        save_checkpoint(out, step, model, tokenizer, {
-            "version": version, "queue": [dataclasses.asdict(batch) for batch in queue], "optimizer": optimizer.state_dict(),
-            "sampler": None if sampler is model else sampler.state_dict(), "random": random_state(sampling, dropping)})
+        mine = {"queue": [parallel.move(dataclasses.asdict(batch), "cpu") for batch in queue],
+                "random": random_state(sampling, dropping)}
+        saved = {"version": version, "optimizer": parallel.optimizer_state(optimizer), "processes": parallel.gather_objects(mine),
+                 "sampler": parallel.move(sampler.state_dict(), "cpu") if copied else None}
+        policy = whole_policy()
+        if main_process:
+            save_checkpoint(out, step, policy, tokenizer, saved)
+
+    def whole_policy():
+        """The policy as an ordinary model, to be saved. If it is sharded, rank 0 puts it together in the CPU's memory."""
+        if not config.shard:
+            return model
+        weights = parallel.whole_weights(model)
+        if not main_process:
+            return None
+        plain = type(sampler)(model.config).float()
+        plain.load_state_dict(weights)
+        plain.generation_config = sampler.generation_config
+        return plain
+
+    def measure():
+        """An evaluation of the policy. If it is sharded, it borrows the sampler's place."""
+        if not config.shard:
+            return evaluate(model, tokenizer, task, config)
+        stale = {name: weight.to("cpu", copy=True) for name, weight in sampler.state_dict().items()}
+        parallel.copy_weights(model, sampler)
+        metrics = evaluate(sampler, tokenizer, task, config)
+        sampler.load_state_dict(stale)
+        return metrics
 
     sample = functools.partial(generate, max_new_tokens=config.max_new_tokens, eos_ids=stop_ids(model, tokenizer),
                                pad_id=tokenizer.pad_token_id, generator=sampling)
 
-    def record(metrics):
+    def record(metrics, samples=()):
+        if not main_process:
+            return
         append(out / "metrics.jsonl", metrics)
+        append(out / "samples.jsonl", *({"step": metrics["step"], **sample} for sample in samples))
         if board:
             for name, value in metrics.items():
                 board.add_scalar(name, value, metrics["step"])
             board.flush()
 
-    if board := config.tensorboard:
+    if board := config.tensorboard and main_process:
         from torch.utils.tensorboard import SummaryWriter
         board = SummaryWriter(str(out / "tensorboard"), purge_step=first_step)
     steps, explained = range(first_step, config.steps + 1), False
     with interruptions() as interruption, tqdm(steps, initial=first_step - 1, total=config.steps, desc=config.algorithm,
-                                               mininterval=redraw_seconds()) as progress:
+                                               mininterval=redraw_seconds(), disable=not main_process) as progress:
         if not state:
             with stopping_in_order(0, out):
-                record({"step": 0, **evaluate(model, tokenizer, task, config)})
+                record({"step": 0, **measure()})
                 save(0)  # a disk that cannot hold a checkpoint shows now, not after an hour
         for step in progress:
             with stopping_in_order(step, out):
                 began = time.perf_counter()
                 if (step - 1) % config.sync_interval == 0 and not config.offline:
                     version = step - 1
-                    if sampler is not model:
-                        sampler.load_state_dict(model.state_dict())  # copies the numbers; a mere reference is never stale
+                    if copied:
+                        parallel.copy_weights(model, sampler)  # numbers; a mere reference is never stale
                 while len(queue) <= config.sync_offset:
                     queue.append(training_batch(sampler, tokenizer, task, step + len(queue), config, row=row, version=version,
                                                 generator=sampling))
@@ -1440,12 +1627,14 @@ def train(config: Config) -> dict:
                 metrics = {"step": step, "staleness": step - 1 - batch.version}
                 metrics |= train_step(model, optimizer, batch, config, algorithm=row, generator=dropping,
                                       sample=sample)
-                metrics["tokens_per_second"] = int(batch.mask.sum()) / (time.perf_counter() - began)
+                responses = config.prompts_per_step * config.group_size
+                metrics["tokens_per_second"] = responses * metrics["completion_length"] / (time.perf_counter() - began)
                 if step % config.eval_every == 0 or step == config.steps:
-                    metrics |= evaluate(model, tokenizer, task, config)
-                record(metrics)
-                append(out / "samples.jsonl", *({"step": step, **sample} for sample in batch.samples))
-                signals = list(interruption)  # asked once, so that a signal from here on finds the next step
+                    metrics |= measure()
+                record(metrics, batch.samples)
+                # asked once, so that a signal from here on finds the next step; and of all, so that all stop at the same one
+                signals = parallel.gather_objects(list(interruption))
+                signals = [name for names in signals for name in names]
                 if step % config.save_every == 0 or step == config.steps or signals:
                     save(step)
             progress.set_postfix(reward=f"{metrics['reward']:.2f}", stale=metrics["staleness"],
@@ -1458,12 +1647,36 @@ def train(config: Config) -> dict:
                 raise RunStopped(f"by {signals[0]} after step {step}; continue with --resume --out {out}")
 
     with stopping_in_order(config.steps, out):
-        replace_folder(out / "model", lambda folder: (model.save_pretrained(folder), tokenizer.save_pretrained(folder)))
+        final = whole_policy()
+        if not main_process:
+            return {}
+        replace_folder(out / "model", lambda folder: (final.save_pretrained(folder), tokenizer.save_pretrained(folder)))
         history = read_metrics(out)
         plot_run(history, out, title=config.algorithm)
     evaluations = [line for line in history if "eval_accuracy" in line]
     return {"before": evaluations[0]["eval_accuracy"], "after": evaluations[-1]["eval_accuracy"],
             "low": evaluations[-1]["eval_low"], "high": evaluations[-1]["eval_high"], "seconds": time.perf_counter() - started}
+
+
+def process_seed(seed: int) -> int:
+    """The seed of this process's sampling stream: with a common one all processes would sample the same responses."""
+    return seed + 1_000_003 * parallel.rank()
+
+
+def working_engine(model, tokenizer, task: Task, config: Config) -> Config:
+    """The configuration with --engine auto decided: paged on a GPU that runs it with the right log-probabilities, else plain."""
+    if config.engine == "auto" and next(model.parameters()).device.type == "cuda":
+        attention = model.config._attn_implementation
+        try:
+            paged = dataclasses.replace(config, engine="paged")
+            self_check(model, tokenizer, task, paged)
+            return paged
+        except Exception as error:  # whatever an engine of another package may raise
+            model.set_attn_implementation(attention)
+            parallel.say(f"--engine paged does not work here ({one_line(error)}); sampling with the plain loop")
+    chosen = dataclasses.replace(config, engine="plain" if config.engine == "auto" else config.engine)
+    self_check(model, tokenizer, task, chosen)
+    return chosen
 
 
 def drop_long_prompts(task: Task, model, tokenizer, config: Config) -> Task:
@@ -1483,7 +1696,7 @@ def drop_long_prompts(task: Task, model, tokenizer, config: Config) -> Task:
     require(bool(kept.train and kept.evaluation), f"no question of {task.name} fits into {limit} tokens: --max-prompt-tokens "
             f"{config.max_prompt_tokens}, --max-new-tokens {config.max_new_tokens}, the model's context {context}")
     if dropped := len(task.train) - len(kept.train):
-        print(f"left out {dropped} training questions longer than {limit} tokens")
+        parallel.say(f"left out {dropped} training questions longer than {limit} tokens")
     return kept
 
 
@@ -1502,7 +1715,7 @@ def self_check(model, tokenizer, task: Task, config: Config, *, tolerance: float
     tolerance = tolerance or (0.5 if cast else 1e-3)
     require(difference <= tolerance, f"the sampler's and the trainer's log-probabilities differ by {difference:.2g}, more than "
             f"{tolerance}: the architecture {type(model).__name__} is not supported")
-    print(f"self-check: sampler and trainer log-probabilities agree to {difference:.1e}")
+    parallel.say(f"self-check: sampler and trainer log-probabilities agree to {difference:.1e}")
     return difference
 
 
@@ -1518,13 +1731,15 @@ def evaluate(model, tokenizer, task: Task, config: Config) -> dict:
     device, count = next(model.parameters()).device, config.eval_samples
     generator, before = torch.Generator(device).manual_seed(config.seed + 1), random_state()
     sampled, greedy = [], []
-    for first in range(0, len(task.evaluation), 64):
-        examples = task.evaluation[first: first + 64]
+    mine = task.evaluation[parallel.rank():: parallel.size()]
+    for first in range(0, len(mine), 64):
+        examples = mine[first: first + 64]
         for rewards, part in ((sampled, dataclasses.replace(config, group_size=count)),
                               (greedy, dataclasses.replace(config, group_size=1, temperature=0.0))):
             rewards.append(collect(model, tokenizer, examples, part, version=0, generator=generator).rewards)
     restore_random(before)  # a reward may have drawn from the global generators
-    sampled, greedy = torch.cat(sampled).double().cpu(), torch.cat(greedy).double().cpu()[:, 0]
+    sampled, greedy = (parallel.gather(torch.cat(part)).double().cpu() for part in (sampled, greedy))
+    greedy = greedy[:, 0]
     metrics = {}
     for name, values in (("accuracy", sampled.mean(1)), ("greedy", greedy)):
         low, high = interval_95(values)
@@ -1932,11 +2147,14 @@ def main(argv=None) -> None:
     except KeyboardInterrupt:
         print("stopped at once; --resume continues from the last checkpoint, if there is one", file=sys.stderr)
         sys.exit(130)
+    finally:
+        parallel.stop()
 
 
 def print_result(result: dict, config: Config) -> None:
-    print(f"{config.algorithm}: accuracy {result['before']:.3f} → {result['after']:.3f} (95 % {result['low']:.3f}–"
-          f"{result['high']:.3f}) in {result['seconds']:.0f} s, run directory {config.out}")
+    if result:
+        print(f"{config.algorithm}: accuracy {result['before']:.3f} → {result['after']:.3f} (95 % {result['low']:.3f}–"
+              f"{result['high']:.3f}) in {result['seconds']:.0f} s, run directory {config.out}")
 
 
 def compare(config: Config) -> None:

@@ -93,7 +93,7 @@ def grid_cells(name: str, seeds: int) -> list:
     if name == "paper":
         plan = every
     elif name == "staleness":
-        plan = [(label, f"({i},0)", {"sync_interval": i}) for i in INTERVALS for label in SWEEP]
+        plan = [(label, f"({i},0)", {"sync_interval": i}) for i in INTERVALS if f"({i},0)" not in SETTINGS for label in SWEEP]
     elif name == "hard":
         plan = [(label, setting, {**options, "task": "addition-3"}) for label, setting, options in every]
     elif name == "family":
@@ -358,7 +358,7 @@ def draw_figures(directory) -> None:
                 title=f"An additive penalty instead of clipping. (20,0) end: {ends(grid, ('reinforce', 'rep-opmd', 'rep-asymre'), '(20,0)')}")
     draw_kl(grid, directory)
     if (DATA / "staleness.csv").exists():
-        draw_staleness(load_grid("staleness"), directory)
+        draw_staleness(grid + load_grid("staleness"), directory)  # the paper's settings are among the intervals
 
 
 def draw_kl(grid, directory) -> None:
@@ -418,7 +418,7 @@ def main(argv=None) -> None:
         parser.error("--seeds and --jobs must be at least 1, and --steps at least 45 (three evaluations make the end of a run)")
     if not args.plot_only:
         train_grid(args.grid, seeds=args.seeds, steps=args.steps, jobs=args.jobs, cache_dir=args.cache_dir)
-    if args.grid == "paper":
+    if args.grid in ("paper", "staleness"):
         draw_figures(args.out)
     if args.grid == "family":
         write_text(DATA / "family.md", family_table(load_grid("family")))

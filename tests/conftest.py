@@ -38,9 +38,9 @@ def build_model(kind: str, *, vocab_size: int, seed: int = 0, **options):
             model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=128, initializer_range=0.15,
                                                **options))
         elif kind == "llama":
-            model = LlamaForCausalLM(LlamaConfig(**rotary, **options))
+            model = LlamaForCausalLM(LlamaConfig(**(rotary | options)))
         else:
-            model = Qwen2ForCausalLM(Qwen2Config(tie_word_embeddings=True, **rotary, **options))
+            model = Qwen2ForCausalLM(Qwen2Config(tie_word_embeddings=True, **(rotary | options)))
     return model.eval()
 
 

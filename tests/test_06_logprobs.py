@@ -3,11 +3,15 @@
 The reference never pads, caches, shares a prompt, or cuts the vocabulary into chunks; it runs one row at a time.
 """
 
+import copy
 import importlib
+import weakref
 
 import pytest
 import torch
 from conftest import build_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 lm = importlib.import_module("06_full_llm_training")
 torch.set_num_threads(1)
@@ -63,12 +67,22 @@ def assert_equal_to_reference(found, expected, mask, tolerance=1e-5):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("temperature", [1.0, .7, 2.0])
 @pytest.mark.parametrize("chunk_size", [None, 1, 5])
-def test_values_and_gradients_are_the_full_softmaxes(models, kind, temperature, chunk_size):
+@pytest.mark.parametrize("way", ["shared prompt", "whole sequences", "recomputed"])
+def test_values_and_gradients_are_the_full_softmaxes(models, kind, temperature, chunk_size, way):
     """Two responses to each of three left-padded prompts of unequal length, in chunks or not."""
     model = models[kind]
+    if way == "recomputed":
+        model = copy.deepcopy(model)
+        for module in model.modules():  # dropout that must not act
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.5
+            if hasattr(module, "attention_dropout"):
+                module.attention_dropout = 0.5
+        lm.recompute_activations(model)
     prompt, prompt_mask, completion, mask = padded()
     logprobs, entropy = lm.token_logprobs(model, prompt, completion, prompt_mask=prompt_mask, mask=mask,
-                                          temperature=temperature, chunk_size=chunk_size)
+                                          temperature=temperature, chunk_size=chunk_size, share_prompt=way == "shared prompt")
+    assert not model.training
     expected = reference(model, temperature=temperature)
     assert logprobs.dtype == entropy.dtype == torch.float32 and logprobs.shape == completion.shape
     assert_equal_to_reference(logprobs, [c for c, _ in expected], mask)
@@ -209,3 +223,84 @@ def test_completion_mask_takes_any_collection_of_ids():
     tokens = torch.tensor([[7, 9, 2, 1]])
     for ids in ({9, 2}, [2, 9], (9,)):
         assert lm.completion_mask(tokens, eos_ids=ids).int().tolist() == [[1, 1, 0, 0]]
+
+
+def test_gradient_checkpointing_runs_every_block_again_in_backward(models):
+    model, calls = copy.deepcopy(models["qwen2"]), []
+    lm.recompute_activations(model)
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    prompt, prompt_mask, completion, mask = padded()
+    logprobs, _ = lm.token_logprobs(model, prompt, completion, prompt_mask=prompt_mask, mask=mask)
+    before = len(calls)
+    logprobs.sum().backward()
+    assert (before, len(calls)) == (1, 2)
+    with torch.no_grad():
+        lm.token_logprobs(model, prompt, completion, prompt_mask=prompt_mask, mask=mask)
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("lengths, blocks", [
+    ([3, 3, 3], [(0, 2, [0, 1, 2])]),
+    ([1, 1], []),  # a response of one token has no input that predicts anything
+    ([2, 2, 2, 9], [(0, 1, [0, 1, 2, 3]), (1, 8, [3])]),
+    ([2, 3, 9, 1], [(0, 2, [0, 1, 2]), (2, 8, [2])]),
+])
+def test_short_completions_leave_early(lengths, blocks):
+    """Every token but each row's last is run once, and none of the padding behind it beyond a block's end."""
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    found = [(begin, end, rows.tolist()) for begin, end, rows in lm.column_blocks(mask)]
+    assert found == blocks
+    run = torch.zeros(mask.shape, dtype=torch.long)
+    for begin, end, rows in found:
+        run[rows, begin:end] += 1
+    assert run.max() <= 1 and (run[:, :-1][mask[:, 1:]] == 1).all()
+
+
+def test_random_lengths_agree_with_one_row_at_a_time(models):
+    """Many blocks: lengths from 1 to 12, groups of 5."""
+    generator = torch.Generator().manual_seed(0)
+    responses = [[torch.randint(3, VOCABULARY, (int(n),), generator=generator).tolist()
+                  for n in torch.randint(1, 13, (5,), generator=generator)] for _ in PROMPTS]
+    prompt, prompt_mask, completion, mask = padded(responses=responses)
+    assert len(list(lm.column_blocks(mask))) > 2
+    logprobs, _ = lm.token_logprobs(models["llama"], prompt, completion, prompt_mask=prompt_mask, mask=mask)
+    assert_equal_to_reference(logprobs, [c for c, _ in reference(models["llama"], responses=responses)], mask)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of all tensors that are alive, as they are made and freed, and the most there ever were."""
+    def __init__(self):
+        super().__init__()
+        self.sizes, self.now, self.peak = {}, 0, 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        result = function(*arguments, **(options or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and (key := tensor.untyped_storage()._cdata) not in self.sizes:
+                self.sizes[key] = tensor.untyped_storage().nbytes()
+                self.now += self.sizes[key]
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(tensor.untyped_storage(), self.free, key)
+        return result
+
+    def free(self, key):
+        self.now -= self.sizes.pop(key, 0)
+
+
+def test_the_logits_of_all_tokens_never_exist_at_once():
+    """B = 8, T = 512, V = 151,936: forward and backward need less than an eighth of one float32 copy of the logits, 2.49 GB."""
+    batch, length, vocabulary = 8, 512, 151_936
+    full = 4 * batch * length * vocabulary
+    model = build_model("qwen2", vocab_size=vocabulary, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+                        num_attention_heads=1, num_key_value_heads=1, max_position_embeddings=1024)
+    generator = torch.Generator().manual_seed(0)
+    prompt, completion = (torch.randint(vocabulary, (batch, n), generator=generator) for n in (4, length))
+    with LiveBytes() as live:
+        logprobs, _ = lm.token_logprobs(model, prompt, completion)
+        logprobs.sum().backward()
+    assert 4 * vocabulary * 8 < live.peak < full / 8
+    weight = model.get_output_embeddings().weight
+    with torch.no_grad():  # values, on some tokens, against the whole softmax
+        states = model.model(input_ids=torch.cat([prompt, completion], 1)[:1]).last_hidden_state[0, 3:11].double()
+        expected = torch.log_softmax(states @ weight.double().T, -1).gather(1, completion[0, :8, None])[:, 0]
+    assert torch.allclose(logprobs[0, :8].double(), expected, atol=1e-5)

@@ -213,7 +213,7 @@ def test_the_undisturbed_run_uses_all_that_a_checkpoint_must_carry(straight):
     assert [line["staleness"] for line in lines[1:]] == [0, 1, 2, 3, 4, 2, 3]
     assert len({line["reward"] for line in lines[1:]}) >= 3 and all(line["grad_norm"] > 0 for line in lines[1:])
     state = trainer.load_checkpoint(straight)
-    assert len(state["queue"]) == 2 and state["sampler"] and state["version"] == 6
+    assert len(state["processes"][0]["queue"]) == 2 and state["sampler"] and state["version"] == 6
     weights = torch.cat([p.flatten() for p in state["sampler"].values()])
     assert not any(torch.equal(weights, other) for other in [torch.cat([p.flatten() for p in sampler_weights(straight)])])
 

@@ -1,0 +1,193 @@
+"""Several processes train one model: each samples and differentiates its share of every batch, and the gradients add up.
+
+PyTorch's launcher starts them, on one machine or on several:
+
+    torchrun --nproc-per-node 2 06_full_llm_training.py …          two processes; nothing else changes
+    torchrun --nproc-per-node 8 06_full_llm_training.py --shard …  the weights, gradients and optimizer state are split as well
+
+In a single process every function here does nothing, or the obvious thing, so that 06 reads the same for one process and many.
+
+Only one fact about reinforcement learning is in this file: a mean over a batch is not the mean of the processes' means, since
+their responses differ in length. 06 therefore divides by the token count of all processes, and what is left to do here is to sum.
+"""
+
+import contextlib
+import os
+import types
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_map
+
+
+def start(device: torch.device) -> torch.device:
+    """Join the other processes, if torchrun started this one; the device of this process."""
+    if "cuda" in device.type and device.index is None:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    return device
+
+
+def stop() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def say(text: str) -> None:
+    if rank() == 0:
+        print(text)
+
+
+def wait() -> None:
+    """Until every process is here."""
+    if size() > 1:
+        dist.barrier()
+
+
+@contextlib.contextmanager
+def first_process_first():
+    """Rank 0 runs the block (and fills a cache), then the others."""
+    if rank() > 0:
+        wait()
+    yield
+    if rank() == 0:
+        wait()
+
+
+# %% Numbers
+
+
+def add_up(tensor):
+    """The sum over the processes, on each of them."""
+    if size() == 1:
+        return tensor
+    total = tensor.clone()
+    dist.all_reduce(total)
+    return total
+
+
+def largest(number: int) -> int:
+    if size() == 1:
+        return number
+    value = torch.tensor(number)
+    dist.all_reduce(value, dist.ReduceOp.MAX)
+    return int(value)
+
+
+def gather(tensor):
+    """The rows of all processes, rank after rank: (N_rank, …) → (Σ N_rank, …). The counts may differ."""
+    if size() == 1:
+        return tensor
+    counts = [torch.zeros(1, dtype=torch.long, device=tensor.device) for _ in range(size())]
+    dist.all_gather(counts, torch.tensor([len(tensor)], device=tensor.device))
+    most = max(map(int, counts))
+    padded = torch.cat([tensor, tensor.new_zeros(most - len(tensor), *tensor.shape[1:])])
+    parts = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(parts, padded)
+    return torch.cat([part[: int(count)] for part, count in zip(parts, counts)])
+
+
+def gather_objects(item) -> list:
+    """What each process holds, rank after rank."""
+    if size() == 1:
+        return [item]
+    items = [None] * size()
+    dist.all_gather_object(items, item)
+    return items
+
+
+def move(tree, device):
+    """The same nested lists and dicts with their tensors on another device."""
+    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, tree)
+
+
+# %% Replicas: every process holds the whole model
+
+
+def add_gradients(parameters, *, bucket: int = 2**25) -> None:
+    """Replace each gradient by its sum over the processes, in messages of about `bucket` elements."""
+    waiting, count = [], 0
+    gradients = [p.grad for p in parameters if p.grad is not None] if size() > 1 else []
+    for i, gradient in enumerate(gradients):
+        waiting.append(gradient)
+        count += gradient.numel()
+        if count >= bucket or i + 1 == len(gradients):
+            flat = torch.cat([g.flatten() for g in waiting])
+            dist.all_reduce(flat)
+            for g, part in zip(waiting, flat.split([g.numel() for g in waiting])):
+                g.copy_(part.view_as(g))
+            waiting, count = [], 0
+
+
+# %% Shards: every process holds a part of each weight, and of all that comes with it (FSDP2)
+
+
+def shard(model, method, *, compute_dtype=None) -> None:
+    """Split the weights over the processes, in place. model.<name of method> then runs `method` with whole weights.
+
+    A block's weights are gathered when it runs and dropped again behind it. FSDP averages gradients: multiply the loss by size().
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+    mesh = init_device_mesh(next(model.parameters()).device.type, (size(),))
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    blocks = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
+    for module in [*blocks, model]:
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    setattr(model, method.__name__, types.MethodType(method, model))
+    register_fsdp_forward_method(model, method.__name__)
+
+
+def is_sharded(model) -> bool:
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def whole(tensor):
+    """A sharded tensor in one piece, on every process; any other value as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def whole_weights(model) -> dict:
+    """The state dict of a sharded model in one piece in the CPU's memory of rank 0; all processes must ask for it."""
+    weights = {}
+    for name, weight in model.state_dict().items():
+        weight = whole(weight)
+        if rank() == 0:
+            weights[name] = weight.cpu()
+    return weights
+
+
+@torch.no_grad()
+def copy_weights(source, target) -> None:
+    """Give `target`, an unsharded model, the weights of `source`: numbers, not references, one tensor at a time."""
+    destination = target.state_dict()
+    for name, weight in source.state_dict().items():
+        destination[name].copy_(whole(weight))
+
+
+def optimizer_state(optimizer) -> dict:
+    """optimizer.state_dict() with whole tensors, on the CPU where they were sharded."""
+    return tree_map(lambda leaf: leaf.full_tensor().cpu() if isinstance(leaf, DTensor) else leaf, optimizer.state_dict())
+
+
+def load_optimizer_state(optimizer, state: dict) -> None:
+    """Load what optimizer_state gave, split again as the parameters are."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for i, values in state["state"].items():
+        if isinstance(parameters[i], DTensor):
+            mesh, placements = parameters[i].device_mesh, parameters[i].placements
+            values |= {name: distribute_tensor(value.to(mesh.device_type), mesh, placements)
+                       for name, value in values.items() if value.shape == parameters[i].shape}
+    optimizer.load_state_dict(state)

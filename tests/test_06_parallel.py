@@ -1,0 +1,214 @@
+"""Two processes train the same model as one does: joined batches, equal gradients, streams of their own, a run that resumes.
+
+The processes are real (torchrun, gloo). This file is also what they run: `torchrun tests/test_06_parallel.py FOLDER` puts what
+they find into FOLDER; the tests compare it with one process on the joined batch.
+"""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, build_digit_tokenizer, build_model
+
+lm = importlib.import_module("06_full_llm_training")
+parallel = importlib.import_module("parallel")
+
+P, K, L, T, V = 4, 4, 3, 6, 40  # prompts of the whole batch, responses to each, and the widths
+ROWS = ("grpo", "gmpo", "dr-grpo", "reinforce-plus-plus", "red-drop", "rep-opmd", "ep-grpo", "aepo")
+BUDGET = 30  # tokens in a pass: one long group, or two short ones
+
+
+def joined_batch() -> lm.Rollout:
+    """Prompts 0 and 1 have short responses, 2 and 3 long ones (C56): the second process needs twice as many passes."""
+    generator = torch.Generator().manual_seed(5)
+    lengths = torch.cat([torch.randint(1, 3, (2 * K,), generator=generator), torch.randint(4, T + 1, (2 * K,), generator=generator)])
+    mask = torch.arange(T) < lengths[:, None]
+    tokens = torch.randint(3, V, (P * K, T), generator=generator).masked_fill(~mask, 0)
+    old = (-torch.rand(P * K, T, generator=generator) * 4).masked_fill(~mask, 0)
+    rewards = torch.tensor([[1.0, 0, 0, 1], [0, 0, 1, 0], [1, 1, 1, 0], [0, 1, 0, 0]])
+    return lm.Rollout(torch.randint(3, V, (P, L), generator=generator), torch.ones(P, L, dtype=torch.bool), tokens, mask, old,
+                      rewards, mask.all(1), 0, [])
+
+
+def share(batch, rank: int, size: int):
+    """The part of a batch that one process holds."""
+    rows = slice(rank * P * K // size, (rank + 1) * P * K // size)
+    part = slice(rank * P // size, (rank + 1) * P // size)
+    return lm.Rollout(batch.prompt[part], batch.prompt_mask[part], batch.tokens[rows], batch.mask[rows], batch.old_logprobs[rows],
+                      batch.rewards[part], batch.truncated[rows], 0, [])
+
+
+def one_step(row: str, batch, *, shard: bool = False):
+    """(metrics, gradients, weights) of one training step from a fixed model."""
+    model = build_model("qwen2", vocab_size=V)
+    if shard:
+        parallel.shard(model, lm.token_logprobs)
+    config = lm.Config(algorithm=row, prompts_per_step=P, group_size=K, max_new_tokens=T, micro_batch_tokens=BUDGET, max_grad_norm=1e9)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def sample(model, prompt, prompt_mask, **options):  # AEPO's second batch: the same for one process as for two
+        tokens = batch.tokens.flip(1).masked_fill(~batch.mask, 7)
+        return tokens, batch.mask, None
+
+    metrics = lm.train_step(model, optimizer, batch, config, algorithm=lm.find_algorithm(row), sample=sample,
+                            generator=torch.Generator().manual_seed(1))
+    whole = {name: parallel.whole(p.grad).clone() for name, p in model.named_parameters()}
+    return metrics, whole, {name: parallel.whole(p.detach()).clone() for name, p in model.named_parameters()}
+
+
+def process(folder: str) -> None:
+    """What each of the two processes does."""
+    torch.set_num_threads(1)
+    parallel.start(torch.device("cpu"))
+    rank, found = parallel.rank(), {}
+    found["gather"] = parallel.gather(torch.full((2 * rank + 1, 2), float(rank)))
+    found["gather nothing"] = parallel.gather(torch.ones(rank, 3))
+    found["add_up"] = parallel.add_up(torch.tensor([1.0, rank]))
+    found["largest"] = parallel.largest(3 - rank)
+    parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (5, 3, 4, 1)]
+    for i, parameter in enumerate(parameters[:3]):
+        parameter.grad = torch.full_like(parameter, 10.0**i * (rank + 1))
+    parallel.add_gradients(parameters, bucket=7)
+    found["add_gradients"] = [p.grad for p in parameters]
+
+    for row in ROWS:
+        found[row] = one_step(row, share(joined_batch(), rank, 2))
+        if row != "aepo":
+            found[f"{row}, sharded"] = one_step(row, share(joined_batch(), rank, 2), shard=True)
+
+    tokenizer = build_digit_tokenizer()
+    model = build_model("qwen2", vocab_size=len(tokenizer), eos_token_id=1, pad_token_id=0)
+    task = lm.Task("t", [lm.Example(f"{i:b}", "1", f"{i:b}") for i in range(8)], [])
+    config = lm.Config(prompts_per_step=P, group_size=K, max_new_tokens=T)
+    sampling = torch.Generator().manual_seed(lm.process_seed(0))
+    batch = lm.training_batch(model, tokenizer, task, 1, config, row=lm.find_algorithm("grpo"), version=0, generator=sampling)
+    found["questions"] = [sample["question"] for sample in batch.samples]
+    same = lm.generate(model, batch.prompt[:1] * 0 + 3, batch.prompt_mask[:1], group_size=8, max_new_tokens=12, temperature=1.0,
+                       eos_ids={1}, pad_id=0, generator=sampling)  # the same prompt in both processes
+    found["completions"] = same[0]
+    torch.save(found, f"{folder}/rank{rank}.pt")
+    parallel.stop()
+
+
+def torchrun(*arguments, processes: int = 2, timeout: int = 300):
+    """(exit status, output) of a run of `processes` processes."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+                   "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", "0",
+                           "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", *map(str, arguments)],
+                          capture_output=True, text=True, timeout=timeout, env=environment, cwd=ROOT)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    status, output = torchrun(__file__, folder)
+    assert status == 0, output
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in (0, 1)]
+
+
+def test_the_small_tools(found):
+    for rank in found:
+        assert rank["gather"].tolist() == [[0, 0], [1, 1], [1, 1], [1, 1]]  # 1 row of rank 0, 3 of rank 1
+        assert rank["gather nothing"].tolist() == [[1, 1, 1]]
+        assert rank["add_up"].tolist() == [2, 1] and rank["largest"] == 3
+        first, second, third, none = rank["add_gradients"]
+        assert first.tolist() == [3] * 5 and second.tolist() == [30] * 3 and third.tolist() == [300] * 4 and none is None
+
+
+@pytest.mark.parametrize("way", ["", ", sharded"])
+@pytest.mark.parametrize("row", ROWS)
+def test_two_processes_are_one_on_the_joined_batch(found, row, way):
+    """C14, C56: loss, gradient, metrics and the updated weights, though the processes' responses differ in length and in the
+    number of passes; and both processes end with the same weights, bit by bit."""
+    if f"{row}{way}" not in found[0]:
+        pytest.skip("aepo samples from the policy itself, which a sharded run refuses")
+    metrics, gradients, weights = one_step(row, joined_batch())
+    for rank in found:
+        two_metrics, two_gradients, two_weights = rank[f"{row}{way}"]
+        assert two_metrics == pytest.approx(metrics, rel=2e-4, abs=2e-5)
+        for name in gradients:
+            assert torch.allclose(two_gradients[name], gradients[name], atol=2e-5, rtol=1e-3), name
+            assert torch.equal(two_weights[name], found[0][f"{row}{way}"][2][name])
+    assert any(gradient.abs().max() > 1e-3 for gradient in gradients.values())
+
+
+def test_the_mean_of_the_processes_means_would_be_another_number():
+    """What the comparison above would not forgive: each process dividing by its own token count."""
+    batch = joined_batch()
+    advantages = lm.group_advantages(batch.rewards).flatten()
+    parts = [slice(0, 2 * K), slice(2 * K, 4 * K)]
+    zero = torch.zeros(P * K, T)
+    losses = [lm.policy_loss(zero[rows] - 1, zero[rows], advantages[rows], batch.mask[rows], algorithm="reinforce")[0] for rows in parts]
+    together = lm.policy_loss(zero - 1, zero, advantages, batch.mask, algorithm="reinforce")[0]
+    assert abs(sum(losses) / 2 - together) > 0.1 * abs(together)
+
+
+def test_processes_sample_different_responses_to_different_prompts(found):
+    """C55: half of the batch's questions each, and other responses even to the same prompt."""
+    first, second = found
+    task = [lm.Example(f"{i:b}", "1", f"{i:b}") for i in range(8)]
+    whole = [example.question for example in lm.batch_examples(task, 1, count=P, seed=0)]
+    assert first["questions"] == whole[0::2] and second["questions"] == whole[1::2]
+    width = min(first["completions"].shape[1], second["completions"].shape[1])
+    assert not torch.equal(first["completions"][:, :width], second["completions"][:, :width])
+
+
+@pytest.mark.parametrize("shard", [[], ["--shard"]])
+def test_a_run_of_two_processes_stops_resumes_and_loads(tiny_run, tmp_path, shard):
+    """Two steps and a resumed third and fourth are the four steps of a straight run, line by line; then the model loads."""
+    from transformers import AutoModelForCausalLM
+
+    _, _, flags = tiny_run
+    flags = [*flags, *shard, "--sync-interval", "2", "--sync-offset", "1", "--save-every", "2", "--eval-every", "2"]
+    script = ROOT / "06_full_llm_training.py"
+    straight, parted = tmp_path / "straight", tmp_path / "parted"
+    for out, steps, more in ((straight, 4, []), (parted, 2, []), (parted, 4, ["--resume"])):
+        status, output = torchrun(script, *flags, "--steps", steps, "--out", out, *more)
+        assert status == 0, output
+
+    def lines(out):
+        rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        return [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in rows]
+
+    assert [row["step"] for row in lines(parted)] == [0, 1, 2, 3, 4]
+    assert lines(parted) == lines(straight)
+    final = AutoModelForCausalLM.from_pretrained(parted / "model")
+    again = AutoModelForCausalLM.from_pretrained(straight / "checkpoint/step-000004")
+    assert type(final).__name__ == "Qwen2ForCausalLM" and final.dtype == torch.float32
+    for a, b in zip(final.state_dict().values(), again.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+    if not shard:
+        alone = subprocess.run([sys.executable, script, *flags, "--steps", "6", "--out", parted, "--resume"], capture_output=True,
+                               text=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        assert alone.returncode == 2 and alone.stderr.count("\n") == 1
+        assert "saved by 2 processes" in alone.stderr and "--nproc-per-node" in alone.stderr
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--prompts-per-step", "3"], "must be a multiple of 2"),
+    (["--compare", "grpo,reinforce"], "without torchrun"),
+    (["--algorithm", "aepo", "--shard"], "aepo samples from the policy"),
+])
+def test_what_processes_cannot_share_is_refused_in_one_line(monkeypatch, capsys, flags, words):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit) as stop:
+        lm.main(flags)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and words in error and error.count("\n") == 1
+
+
+def test_shard_alone_is_refused(capsys, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(SystemExit):
+        lm.main(["--shard"])
+    assert "torchrun" in capsys.readouterr().err
+
+
+if __name__ == "__main__":
+    process(sys.argv[1])
