@@ -210,6 +210,14 @@ def validate(config: Config) -> None:
         except ImportError:
             raise UserError("--tensorboard needs the package of that name: pip install tensorboard") from None
     rows = [] if config.compare == "paper" else config.compare.split(",") if config.compare else [config.algorithm]
+    require(all(rows), f"--compare {config.compare} has an empty name; write it as grpo,reinforce")
+    if config.compare == "paper":
+        changed = [f"--{name.replace('_', '-')}" for name, value in dataclasses.asdict(config).items()
+                   if value != getattr(Config(), name) and name not in ("compare", "cache_dir")]
+        require(not changed, f"--compare paper has settings of its own and ignores {', '.join(changed)}; leave them out, or see "
+                "python paper_grid.py --help")
+    require(not (config.resume and config.eval_only), "--eval-only evaluates --model; for the model of a run give its folder, "
+            "--model <out>/model, and leave --resume out")
     require(len(rows) == len(set(rows)), f"--compare {config.compare} names a row twice; each has one folder")
     for name in rows:
         require(name in ALGORITHMS, f"unknown algorithm {name!r}; choose from: {', '.join(ALGORITHMS)}")
@@ -292,7 +300,7 @@ def load_task(config: Config) -> Task:
     elif config.task == "gsm8k":
         train, held_out = gsm8k_examples()
     elif config.task.endswith(".jsonl"):
-        examples = read_jsonl(config.task)
+        examples = list({e.question: e for e in reversed(read_jsonl(config.task))}.values())[::-1]  # none on both sides
         require(len(examples) >= 2, f"{config.task} has {len(examples)} example; it needs at least 2, since some are held out")
         order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(0)).tolist()
         size = min(config.eval_questions, max(1, len(examples) // 10))
@@ -661,7 +669,7 @@ def generate_paged(model, prompt, prompt_mask, *, group_size: int, max_new_token
         continuous_batching_config=ContinuousBatchingConfig(return_logprobs=True, seed=seed, auto_switch_to_flash=False, **sizes))
     answers = list(answers.values())
     if len(answers) < len(prompt) * group_size or any(answer.error for answer in answers):
-        raise RuntimeError("continuous batching lost some responses; use --engine plain")
+        raise UserError("continuous batching lost some responses; use --engine plain")
     lengths = torch.tensor([len(answer.generated_tokens) for answer in answers])
     mask = torch.arange(int(lengths.max())) < lengths[:, None]
     tokens = torch.full(mask.shape, pad_id)
@@ -1554,6 +1562,7 @@ def train(config: Config) -> dict:
         restore_random(mine["random"], sampling, dropping)
     parallel.wait()  # all have seen what --out holds
     if main_process:
+        lock = only_writer(out)  # noqa: F841 (held while this function runs)
         keep_lines(out, last_step=state["step"]) if state else clear_run(out)
         for leftover in [*out.glob("unfinished-*"), *out.glob("checkpoint/unfinished-*"), *checkpoints(out)[:-1]]:  # after a kill
             discard(leftover) if leftover.is_dir() else leftover.unlink()
@@ -1683,6 +1692,7 @@ def drop_long_prompts(task: Task, model, tokenizer, config: Config) -> Task:
     """The task without the questions that exceed --max-prompt-tokens, or leave the model no room for --max-new-tokens."""
     context = context_length(model)
     limit = min(config.max_prompt_tokens, context - config.max_new_tokens)
+    require(limit > 0, f"--max-new-tokens {config.max_new_tokens} leaves no room for a prompt in the model's context of {context} tokens")
 
     def fits(example):
         return encode_prompts(tokenizer, [example], device="cpu")[0].shape[1] <= limit
@@ -1827,6 +1837,19 @@ def clear_run(out: pathlib.Path) -> None:
         discard(out / folder)
     for name in ("curves.png", "samples.jsonl", "metrics.jsonl"):
         (out / name).unlink(missing_ok=True)
+
+
+def only_writer(out: pathlib.Path):
+    """Hold the run directory, in which a second run would ruin the first. The lock ends with the process, however that ends."""
+    out.mkdir(parents=True, exist_ok=True)
+    file = open(out / ".lock", "w")
+    with contextlib.suppress(ImportError):  # Windows has no fcntl
+        import fcntl
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"another process is writing to {out}; choose another --out, or wait for it") from None
+    return file
 
 
 def store_config(out: pathlib.Path, config: Config) -> None:
@@ -2111,7 +2134,7 @@ def parse_arguments(argv=None) -> Config:
 
 # What a resumed run cannot change without becoming another run.
 OF_THE_RUN = ("model", "task", "reward", "eval_questions", "group_size", "prompts_per_step", "sync_interval", "sync_offset",
-              "offline", "seed", "reward_noise", "step_reward")
+              "offline", "seed", "reward_noise", "step_reward", "algorithm", "temperature", "max_new_tokens")
 
 
 def staleness_text(config: Config) -> str:

@@ -3,6 +3,8 @@
 import dataclasses
 import importlib
 import json
+import subprocess
+import sys
 import re
 import sys
 import types
@@ -147,10 +149,40 @@ def test_what_resume_refuses(flags, tmp_path, capsys):
     capsys.readouterr()
     assert "already holds a run" in refused(capsys, *flags, "--out", out)
     for name, value in [("--sync-interval", "5"), ("--seed", "1"), ("--task", "addition-1"), ("--model", "tiny"),
+                        ("--algorithm", "rloo"), ("--temperature", "2"), ("--max-new-tokens", "5"),
                         ("--eval-questions", "2")]:  # it moves the border between training and held-out questions of a .jsonl
         line = refused(capsys, "--resume", "--out", out, name, value)
         assert f"{name} belongs to the run" in line
     assert json.loads((tmp_path / "run" / "config.json").read_text())["sync_interval"] == 1
+
+
+def test_flags_that_contradict_each_other_are_refused(flags, tmp_path, capsys):
+    assert "ignores --steps, --seed" in refused(capsys, "--compare", "paper", "--seed", "1", "--steps", "4")
+    assert "an empty name" in refused(capsys, "--compare", "grpo,")
+    assert "leaves no room for a prompt" in refused(capsys, *flags, "--max-new-tokens", "100000", "--out", str(tmp_path / "a"))
+    trainer.main([*flags, "--out", str(tmp_path / "run")])
+    capsys.readouterr()
+    assert "--model <out>/model" in refused(capsys, "--resume", "--eval-only", "--out", str(tmp_path / "run"))
+    assert "paged" in refused(capsys, "--engine", "fast")
+
+
+def test_two_processes_never_write_one_run_directory(flags, tmp_path, capsys):
+    hold = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print('held', flush=True); sys.stdin.read()"
+    out = tmp_path / "run"
+    out.mkdir()
+    with subprocess.Popen([sys.executable, "-c", hold, str(out / ".lock")], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline() == b"held\n"
+        assert "another process is writing" in refused(capsys, *flags, "--out", str(out))
+        other.stdin.close()
+    trainer.main([*flags, "--out", str(out)])  # the lock went with its process
+
+
+def test_a_question_asked_twice_is_never_on_both_sides(tmp_path):
+    path = tmp_path / "twice.jsonl"
+    path.write_text("".join(json.dumps({"question": f"q{i % 30}", "answer": "1"}) + "\n" for i in range(120)), encoding="utf-8")
+    task = trainer.load_task(trainer.Config(task=str(path)))
+    train, held_out = ({example.question for example in side} for side in (task.train, task.evaluation))
+    assert len(task.train) == len(train) == 27 and len(task.evaluation) == len(held_out) == 3 and not train & held_out
 
 
 def test_what_resume_may_change_counts_and_is_kept(flags, tmp_path):
