@@ -21,7 +21,6 @@ What the previous lessons lacked: a network, a tokenizer, responses of unequal l
 """
 
 import argparse
-import bisect
 import contextlib
 import copy
 import dataclasses
@@ -442,20 +441,20 @@ def encode_prompts(tokenizer, examples, *, device, worked=()):
 
     worked: solved examples to show before each question, in the form in which it is asked; never the question itself.
     """
-    rows = []
-    for example in examples:
-        shown = [other for other in worked if other.question != example.question]
-        if tokenizer.chat_template:
-            turns = [turn for other in shown for turn in (("user", other.question), ("assistant", other.answer))]
-            turns = [{"role": role, "content": content} for role, content in [*turns, ("user", example.question)]]
-            ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
-        else:
-            solved = "".join(f"{other.terse}{other.answer};" if other.terse else
-                             f"Question: {other.question}\nAnswer: {other.answer}\n\n" for other in shown)
-            ids = tokenizer(solved + (example.terse or f"Question: {example.question}\nAnswer:"))["input_ids"]
-            if tokenizer.eos_token_id is not None and len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:
-                ids = ids[:-1]  # some tokenizers close every text; a prompt is not closed
-        rows.append(ids)
+    shown = [[other for other in worked if other.question != example.question] for example in examples]
+    if tokenizer.chat_template:
+        chats = []
+        for example, others in zip(examples, shown):
+            turns = [turn for other in others for turn in (("user", other.question), ("assistant", other.answer))]
+            chats.append([{"role": role, "content": content} for role, content in [*turns, ("user", example.question)]])
+        rows = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
+    else:
+        solved = ["".join(f"{other.terse}{other.answer};" if other.terse else f"Question: {other.question}\nAnswer: {other.answer}\n\n"
+                          for other in others) for others in shown]
+        rows = tokenizer([text + (example.terse or f"Question: {example.question}\nAnswer:")
+                          for text, example in zip(solved, examples)])["input_ids"]
+        end = tokenizer.eos_token_id  # some tokenizers close every text; a prompt is not closed
+        rows = [ids[:-1] if end is not None and len(ids) > 1 and ids[-1] == end else ids for ids in rows]
     width = max(len(ids) for ids in rows)
     tokens = torch.tensor([[tokenizer.pad_token_id] * (width - len(ids)) + list(ids) for ids in rows], device=device)
     lengths = torch.tensor([len(ids) for ids in rows], device=device)
@@ -602,7 +601,17 @@ def in_eval_mode(function):
     return wrapped
 
 
-@torch.no_grad()
+def without_autograd(function):
+    """Run function in inference mode, which costs less than no_grad, and hand its tensors on as ordinary ones."""
+    @functools.wraps(function)
+    def wrapped(*args, **kwargs):
+        with torch.inference_mode():
+            results = function(*args, **kwargs)
+        return tuple(tensor.clone() for tensor in results)
+    return wrapped
+
+
+@without_autograd
 @in_eval_mode
 def generate(model, prompt, prompt_mask, *, group_size: int, max_new_tokens: int, temperature: float, eos_ids, pad_id: int,
              generator):
@@ -873,11 +882,15 @@ def hinted_group(model, tokenizer, examples, prompt, prompt_mask, worked, *, gro
 
 @in_eval_mode
 def token_logprobs(model, prompt, completion, *, prompt_mask=None, mask=None, temperature: float = 1.0, chunk_size=None,
-                   share_prompt: bool = True):
+                   way: str = "auto"):
     """log π_θ of each completion token and the policy's entropy there: two (B, T) float32 tensors, 0 where mask is False.
 
     prompt (P, L) left-padded, completion (B, T) right-padded, B a multiple of P: rows p·B/P … belong to prompt p.
     The entropy carries no gradient. Raises ValueError when B is not a multiple of P.
+
+    way: how the hidden states are made, all three with one result. "whole": each response behind a copy of its prompt, the plain
+    way, and the only one under gradient checkpointing and sharding. "shared": the prompt once, then the responses. "packed": the
+    prompt and all its responses in one row. auto: packed for short groups, shared for long ones.
 
     Memory: logits of all positions would be (B, T, V). Only states of real completion tokens reach the head, a chunk at a time,
     and backward recomputes each chunk instead of keeping it.
@@ -886,7 +899,10 @@ def token_logprobs(model, prompt, completion, *, prompt_mask=None, mask=None, te
         raise ValueError(f"{completion.shape[0]} completions cannot be split evenly over {prompt.shape[0]} prompts")
     prompt_mask = torch.ones_like(prompt, dtype=torch.bool) if prompt_mask is None else prompt_mask
     mask = torch.ones_like(completion, dtype=torch.bool) if mask is None else mask
-    states_of = shared_prompt_states if share_prompt and not recomputes(model) else whole_sequence_states
+    if way == "auto":
+        short = prompt.shape[1] + completion.numel() // prompt.shape[0] <= 512 and model.config._attn_implementation == "sdpa"
+        way = "whole" if recomputes(model) else "packed" if short else "shared"
+    states_of = {"whole": whole_sequence_states, "shared": shared_prompt_states, "packed": packed_states}[way]
     states, chosen = states_of(model, prompt, prompt_mask, completion, mask)
 
     head, targets = model.get_output_embeddings(), completion.flatten()[chosen]
@@ -904,7 +920,7 @@ def token_logprobs(model, prompt, completion, *, prompt_mask=None, mask=None, te
 
 def whole_sequence_states(model, prompt, prompt_mask, completion, mask):
     """The states that predict completion tokens, (N, H), and the flat places of those tokens in (B, T): each prompt is run
-    again for each of its completions. The plain way, which gradient checkpointing and sharding need.
+    again for each of its completions.
 
     The state at position i predicts token i + 1, so the states of T completion tokens begin at the prompt's last one.
     """
@@ -956,18 +972,47 @@ def shared_prompt_states(model, prompt, prompt_mask, completion, mask):
     return torch.cat(states), torch.cat(chosen)
 
 
-def column_blocks(mask):
-    """Yield (begin, end, rows): run columns begin … end−1 for these rows. A block ends where half of its rows have ended.
+def packed_states(model, prompt, prompt_mask, completion, mask):
+    """The same, in one pass without padding: a prompt and all its completions stand in one row, and a mask lets each completion
+    see the prompt and itself. Attention is computed for all pairs in a row, which is cheap for short rows only.
+    """
+    (count, length), width, device = prompt.shape, completion.shape[1], prompt.device
+    group, columns = len(completion) // count, torch.arange(width, device=device)
+    inputs = columns < (mask * columns).amax(1, keepdim=True)  # a completion's last token is not run
+    # Slots: the prompt's L, then T for each completion; packing keeps those in use, in their order.
+    slots = torch.cat([prompt_mask, inputs.view(count, -1)], 1)
+    order = slots.byte().argsort(dim=1, descending=True, stable=True)[:, : int(slots.sum(1).max())]
+    owner = torch.cat([torch.zeros_like(prompt[0]), torch.arange(1, group + 1, device=device).repeat_interleave(width)])
+    owner = owner.expand(count, -1).gather(1, order)  # 0: the prompt; k: its k-th completion
+    position = (prompt_mask.long().cumsum(1) - 1).clamp(min=0)
+    position = torch.cat([position, (position[:, -1:] + 1 + columns).repeat(1, group)], 1).gather(1, order)
+    tokens = torch.cat([prompt, completion.view(count, -1)], 1).gather(1, order)
+    sees = ((owner[:, :, None] == owner[:, None]) | (owner[:, None] == 0)).tril()
+    inputs = {"position_ids": position} if "position_ids" in forward_parameters(type(model.base_model)) else {}
+    states = model.base_model(input_ids=tokens, attention_mask=sees[:, None], use_cache=False, **inputs).last_hidden_state
+    # Token t > 0 of a completion is predicted by the slot of token t − 1, and token 0 by the prompt's last slot, L − 1.
+    predictor = length - 1 + columns + width * torch.arange(group, device=device)[:, None]
+    predictor[:, 0] = length - 1
+    packed = torch.zeros_like(slots, dtype=torch.long).scatter(1, order, torch.arange(order.shape[1], device=device).expand_as(order))
+    place = packed[:, predictor.flatten()] + order.shape[1] * torch.arange(count, device=device)[:, None]
+    return states.flatten(0, 1).index_select(0, place.view_as(completion)[mask]), mask.flatten().nonzero()[:, 0]
 
-    One block of full width would spend most of its work on padding when a few responses are long. The last token of a response
-    predicts nothing that is trained on, so it is not run.
+
+def column_blocks(mask, *, worthwhile: int = 512):
+    """Yield (begin, end, rows): run columns begin … end−1 for these rows, those that still have tokens there.
+
+    One block of full width would spend most of its work on padding when a few responses are long. A block ends where leaving
+    the rows that have ended saves most, if that is at least `worthwhile` padding tokens: a pass has a price of its own. The last
+    token of a response predicts nothing that is trained on, so it is not run.
     """
     inputs = (mask * torch.arange(mask.shape[1], device=mask.device)).amax(1)  # of each row: the index of its last token
-    begin, lengths = 0, sorted(inputs.tolist())
-    while lengths and lengths[-1] > begin:
-        lengths = lengths[bisect.bisect_right(lengths, begin):]
-        end = lengths[len(lengths) // 2]
-        yield begin, end, (inputs > begin).nonzero()[:, 0]
+    begin, width = 0, int(inputs.max())
+    while begin < width:
+        rows = (inputs > begin).nonzero()[:, 0]
+        ends = torch.arange(begin + 1, width + 1, device=mask.device)
+        saved = (inputs[rows, None] <= ends).sum(0) * (width - ends)
+        end = int(ends[saved.argmax()]) if saved.max() >= worthwhile else width
+        yield begin, end, rows
         begin = end
 
 
@@ -1429,7 +1474,7 @@ def train_step(model, optimizer, batch: Rollout, config: Config, *, algorithm: A
         mask, old_logprobs = batch.mask[rows, :width], batch.old_logprobs[rows, :width]
         with torch.set_grad_enabled(with_gradient), autocast(config, batch.tokens.device):
             logprobs, entropy = read(batch.prompt[part], batch.tokens[rows, :width], mask=mask, prompt_mask=batch.prompt_mask[part],
-                                     temperature=config.temperature, share_prompt=not sharded)
+                                     temperature=config.temperature, way="whole" if sharded else "auto")
         part_advantages = advantages[part].flatten()
         if algorithm.process_weight is not None:
             part_advantages = process_advantages(advantages[part], batch.rewards[part], logprobs.detach() - old_logprobs, entropy,
@@ -1488,6 +1533,7 @@ def steer_entropy(model, batch: Rollout, config: Config, *, row: Algorithm, entr
     with autocast(config, batch.tokens.device):
         tokens, mask, _ = sample(model, batch.prompt, batch.prompt_mask, group_size=config.group_size,
                                  temperature=config.temperature * heat)
+    with autocast(config, batch.tokens.device):  # another one: it would reuse the weights that sampling cast, without gradients
         logprobs, _ = token_logprobs(model, batch.prompt, tokens, mask=mask, prompt_mask=batch.prompt_mask,
                                      temperature=config.temperature)
     loss = -row.entropy_weight * logprobs.sum() / parallel.add_up(mask.sum())

@@ -126,6 +126,8 @@ def is_correct(text, gold) -> bool:
 
     gold: a bare answer or a solution that ends in '#### 1200'. Pure and total: no input raises or takes 0.2 s.
     """
+    if all(isinstance(x, str) and x.isascii() and x.isdecimal() and len(x) <= LONGEST for x in (text, gold)):
+        return int(text) == int(gold)  # the common case of short tasks, without the machinery
     wanted, answer = gold_answer(gold), extract_answer(text)
     if (value := as_fraction(wanted)) is not None:
         return as_fraction(answer) == value

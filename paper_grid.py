@@ -283,14 +283,28 @@ def judge(grid: list) -> dict:
     return results
 
 
-def verdict_table(results: dict) -> str:
+def verdict_table(results: dict, command: str = "python paper_grid.py --plot-only") -> str:
     """The claims as a markdown table."""
-    lines = ["| claim | what we see: difference in accuracy, 95 % interval over seeds | verdict |", "|---|---|---|"]
+    lines = ["| claim | what we see: difference in accuracy, 95 % interval over seeds | verdict | command |", "|---|---|---|---|"]
     short = {"holds": "✓", "does not hold": "✗", "not resolved": "?"}
     for name, result in results.items():
         seen = "<br>".join(f"{short[r['verdict']]} {r['setting']} {r['what']}: {r['mean']:+.3f} [{r['low']:+.3f}, {r['high']:+.3f}]"
                            for r in result["rows"])
-        lines.append(f"| **{name}** {result['claim']} | {seen} | **{result['verdict']}** |")
+        lines.append(f"| **{name}** {result['claim']} | {seen} | **{result['verdict']}** | `{command}` |")
+    return "\n".join(lines) + "\n"
+
+
+def conditions_table(grid: list) -> str:
+    """What the learning rate does to the claims that it might decide, as a markdown table."""
+    narrow, wide = "rec-oneside-nois", "rec-oneside-nois (.6,2)"
+    lines = ["| learning rate at (20,0) | accuracy at the end: reinforce, reinforce-is, narrow clip, wide clip, red-drop | wide − narrow, mean over "
+             "the run | red-drop − narrow, end | reinforce-is − narrow, end |", "|---|---|---|---|---|"]
+    for setting in sorted({line["setting"] for line in grid}, key=lambda name: float(name.split()[-1])):
+        ends = ", ".join(f"{final(grid, row, setting).mean():.2f}" for row in ("reinforce", "reinforce-is", narrow, wide, "red-drop"))
+        pairs = [compare_rows(grid, wide, narrow, setting, "better", speed), compare_rows(grid, "red-drop", narrow, setting, "no worse"),
+                 compare_rows(grid, "reinforce-is", narrow, setting, "no worse")]
+        seen = " | ".join(f"{p['mean']:+.3f} [{p['low']:+.3f}, {p['high']:+.3f}]" for p in pairs)
+        lines.append(f"| {setting.split()[-1]} | {ends} | {seen} |")
     return "\n".join(lines) + "\n"
 
 
@@ -311,12 +325,12 @@ def family_table(grid: list) -> str:
 
 def style(row: str) -> dict:
     """The same colour and line for the same row in every figure here; rows share colours only where no figure shows both."""
-    order = ["reinforce", "rec-oneside-nois", "rec-oneside-is", "grpo", "rec-oneside-nois (.6,2)", "reinforce-is", "rec-oneside-is (.6,2)",
-             "rec-oneside-nois 5×lr", "rep-opmd", "rep-asymre", "red-drop", "red-weight", "red-weight-adaptive", "red-weight-oneside",
-             "rec-ring-nois", "rec-ring-is", "rec-twoside-nois", "rec-twoside-is"]
-    index = order.index(row) if row in order else len(order)
-    colour, line = STYLES[index % len(STYLES)]
-    return {"color": colour, "linestyle": line, "marker": "" if index < len(STYLES) else "o.^sv"[index // len(STYLES)], "markersize": 3}
+    index = {"reinforce": 0, "rec-oneside-nois": 1, "rec-oneside-is": 2, "grpo": 3, "rec-oneside-nois (.6,2)": 4, "reinforce-is": 5,
+             "rec-oneside-nois 5×lr": 7, "rep-opmd": 2, "rep-asymre": 4, "red-drop": 2, "red-weight": 6, "red-weight-adaptive": 4,
+             "red-weight-oneside": 5, "rec-ring-nois": 6, "rec-ring-is": 7, "rec-twoside-nois": 0, "rec-twoside-is": 3}
+    colour, line = STYLES[index[row]]
+    marker = "o" if row.startswith("red") else "^" if row.startswith("rep") else "s" if "twoside" in row else ""
+    return {"color": colour, "linestyle": line, "marker": marker, "markersize": 3}
 
 
 def draw_curves(grid, rows, settings, *, title, directory, name, column="eval_accuracy", label="held-out accuracy"):
@@ -336,26 +350,28 @@ def draw_curves(grid, rows, settings, *, title, directory, name, column="eval_ac
     save_figure(fig, directory, name)
 
 
-def ends(grid, rows, setting) -> str:
-    return ", ".join(f"{row} {final(grid, row, setting).mean():.2f}" for row in rows)
-
-
 def draw_figures(directory) -> None:
+    """The paper's figures; each title asks its question and gives the verdict that `judge` reached."""
     grid = load_grid("paper")
-    seeds = len({line["seed"] for line in grid})
+    seeds, claims = len({line["seed"] for line in grid}), judge(grid)
     stale, every = ("(20,0)", "(1,10)", "offline"), tuple(SETTINGS)
-    rec = ("reinforce", "grpo", "rec-oneside-is", "rec-oneside-nois", "rec-oneside-nois (.6,2)", "reinforce-is")
-    draw_curves(grid, rec, stale, name="paper_rec", directory=directory,
-                title=f"Stale data, {seeds} seeds. At the end of (20,0): {ends(grid, ('reinforce', 'rec-oneside-nois', 'rec-oneside-is'), '(20,0)')}")
-    draw_curves(grid, ("rec-oneside-nois", "rec-twoside-nois", "rec-twoside-is", "rec-ring-nois", "rec-ring-is"), stale, name="paper_clip_shape",
-                directory=directory, title=f"Which tokens to clip. Offline end: {ends(grid, ('rec-oneside-nois', 'rec-twoside-nois', 'rec-ring-nois'), 'offline')}")
-    draw_curves(grid, ("rec-oneside-nois", "rec-oneside-nois 5×lr", "rec-oneside-nois (.6,2)"), stale, name="paper_learning_rate", directory=directory,
-                title="A larger clipping range against a larger learning rate. (20,0) end: "
-                + ends(grid, ("rec-oneside-nois 5×lr", "rec-oneside-nois (.6,2)"), "(20,0)"))
-    draw_curves(grid, ("reinforce", "grpo", "red-drop", "red-weight", "red-weight-adaptive", "red-weight-oneside"), every, name="paper_red", directory=directory,
-                title=f"Shaping the data. (20,0) end: {ends(grid, ('red-drop', 'red-weight', 'red-weight-oneside', 'grpo'), '(20,0)')}")
-    draw_curves(grid, ("reinforce", "rec-oneside-nois", "rep-opmd", "rep-asymre"), every, name="paper_rep", directory=directory,
-                title=f"An additive penalty instead of clipping. (20,0) end: {ends(grid, ('reinforce', 'rep-opmd', 'rep-asymre'), '(20,0)')}")
+    plain, clipped, wide = "reinforce", "rec-oneside-nois", "rec-oneside-nois (.6,2)"
+    plan = [
+        ("paper_rec", (plain, "grpo", "rec-oneside-is", clipped, wide, "reinforce-is"), stale, "P2",
+         "Does clipping save REINFORCE on stale data?", (plain, clipped, "rec-oneside-is")),
+        ("paper_clip_shape", (clipped, "rec-twoside-nois", "rec-twoside-is", "rec-ring-nois", "rec-ring-is"), stale, "P5",
+         "Do other shapes of clipping do as well as one-side?", (clipped, "rec-twoside-nois", "rec-ring-nois")),
+        ("paper_learning_rate", (clipped, "rec-oneside-nois 5×lr", wide), stale, "P4",
+         "Is a wider clip better than a larger step?", (wide, "rec-oneside-nois 5×lr")),
+        ("paper_red", (plain, "grpo", "red-drop", "red-weight", "red-weight-adaptive", "red-weight-oneside"), every, "P6",
+         "Does shaping the data alone do as well as GRPO?", ("red-drop", "red-weight", "grpo")),
+        ("paper_rep", (plain, clipped, "rep-opmd", "rep-asymre"), every, "P7",
+         "Does an additive penalty stabilise, too?", (plain, "rep-opmd", "rep-asymre")),
+    ]
+    for name, rows, settings, claim, question, quoted in plan:
+        ends = ", ".join(f"{row} {final(grid, row, '(20,0)').mean():.2f}" for row in quoted)
+        draw_curves(grid, rows, settings, name=name, directory=directory,
+                    title=f"{question} {claim}: {claims[claim]['verdict']}, {seeds} seeds\nEnd of (20,0): {ends}")
     draw_kl(grid, directory)
     if (DATA / "staleness.csv").exists():
         draw_staleness(grid + load_grid("staleness"), directory)  # the paper's settings are among the intervals
@@ -364,20 +380,19 @@ def draw_figures(directory) -> None:
 def draw_kl(grid, directory) -> None:
     """Largest distance to the sampler against the accuracy lost from the peak, one point per run."""
     fig, axis = figure(width=5.6, height=4.0)
-    markers = {"(1,0)": "o", "(20,0)": "s", "(1,10)": "^", "offline": "D"}
+    markers = {"(20,0)": "s", "(1,10)": "^", "offline": "D"}
     distance, lost = [], []
     for setting, marker in markers.items():
-        for row, grey in (("reinforce", "black"), ("everything else", "0.6")):
+        for row, grey in (("everything else", "0.65"), ("reinforce", "black")):
             chosen = [row] if row in ROWS else [r for r in ROWS if r != "reinforce"]
-            x = np.concatenate([np.nanmax(curves(grid, r, setting, "kl_old")[1], axis=1) for r in chosen]) + 1e-5
+            x = np.concatenate([np.nanmax(curves(grid, r, setting, "kl_old")[1], axis=1) for r in chosen])
             y = np.concatenate([drop_from_peak(grid, r, setting) for r in chosen])
-            axis.scatter(x, y, marker=marker, color=grey, s=18 if row in ROWS else 10, zorder=3 if row in ROWS else 2,
-                         label=f"{row}, {setting}", linewidths=0)
+            axis.scatter(x, y, marker=marker, color=grey, s=22 if row in ROWS else 10, linewidths=0, label=f"{row}, {setting}")
             distance, lost = distance + x.tolist(), lost + y.tolist()
     axis.set_xscale("log")
     rank = np.corrcoef(np.argsort(np.argsort(distance)), np.argsort(np.argsort(lost)))[0, 1]
-    axis.set_title(f"Runs that move far from their sampler lose what they learned (rank correlation {rank:.2f})" if rank > 0.3 else
-                   f"Distance to the sampler against accuracy lost (rank correlation {rank:.2f})", fontsize=9)
+    message = "Far from the sampler, more is lost again" if rank > 0.3 else "Distance to the sampler against what is lost"
+    axis.set_title(f"{message}\n({len(lost)} stale runs, rank correlation {rank:.2f})", fontsize=10)
     axis.set_xlabel("largest KL(sampler ‖ policy) per token, mean of 15 steps")
     axis.set_ylabel("accuracy lost since the best evaluation")
     axis.legend(fontsize=7)
@@ -424,8 +439,13 @@ def main(argv=None) -> None:
         write_text(DATA / "family.md", family_table(load_grid("family")))
         print(family_table(load_grid("family")))
     if args.grid in ("paper", "hard"):
-        table = verdict_table(judge(load_grid(args.grid)))
+        table = verdict_table(judge(load_grid(args.grid)), f"python paper_grid.py --plot-only --grid {args.grid}")
         write_text(DATA / f"{args.grid}_claims.md", table)
+        print(table)
+    if args.grid == "conditions":
+        table = conditions_table(load_grid("conditions") + [{**line, "setting": "(20,0) lr 0.0001"} for line in load_grid("paper")
+                                                            if line["setting"] == "(20,0)" and line["seed"] < args.seeds])
+        write_text(DATA / "conditions.md", table)
         print(table)
 
 

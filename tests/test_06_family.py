@@ -554,6 +554,27 @@ def test_aepo_steers_the_entropy_up_and_down(monkeypatch, target, moved):
     assert (torch.autograd.grad(entropy, model.logits)[0] * step).sum().item() == pytest.approx(moved, abs=1e-7)
 
 
+def test_aepos_gradient_reaches_every_weight_in_bfloat16_too(tiny):
+    """Autocast keeps the weights it has cast: if sampling, without gradients, shared them with training, none would arrive."""
+    model, tokenizer, task, config = tiny
+    config = dataclasses.replace(config, dtype="bfloat16")
+    part = lm.training_batch(model, tokenizer, task, 1, config, row=lm.ALGORITHMS["grpo"], version=0, generator=generator())
+    sample = lm.functools.partial(lm.generate, max_new_tokens=config.max_new_tokens, eos_ids={1}, pad_id=0, generator=generator())
+    gradients = {}
+    for dtype in ("float32", "bfloat16"):
+        copy = lm.copy.deepcopy(model)
+        lm.steer_entropy(copy, part, dataclasses.replace(config, dtype=dtype), row=lm.ALGORITHMS["aepo"], entropy=0.0, sample=sample)
+        gradients[dtype] = {name: p.grad for name, p in copy.named_parameters()}
+    assert all(gradient is not None and gradient.abs().max() > 0 for gradient in gradients["bfloat16"].values())
+
+
+def test_what_is_sampled_can_be_trained_on(tiny):
+    """Sampling runs in inference mode, whose tensors autograd refuses; what it returns are ordinary tensors."""
+    model, tokenizer, task, config = tiny
+    part = lm.training_batch(model, tokenizer, task, 1, config, row=lm.ALGORITHMS["grpo"], version=0, generator=generator())
+    assert not any(tensor.is_inference() for tensor in (part.tokens, part.mask, part.old_logprobs, part.rewards, part.prompt))
+
+
 def test_aepo_moves_the_entropy_of_a_model_towards_its_target(tiny_run, quick, tmp_path):
     ends = {}
     for target in ("3", "0.01"):  # no answer is ever right, so that nothing else moves the policy

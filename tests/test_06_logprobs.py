@@ -4,6 +4,7 @@ The reference never pads, caches, shares a prompt, or cuts the vocabulary into c
 """
 
 import copy
+import functools
 import importlib
 import weakref
 
@@ -67,7 +68,7 @@ def assert_equal_to_reference(found, expected, mask, tolerance=1e-5):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("temperature", [1.0, .7, 2.0])
 @pytest.mark.parametrize("chunk_size", [None, 1, 5])
-@pytest.mark.parametrize("way", ["shared prompt", "whole sequences", "recomputed"])
+@pytest.mark.parametrize("way", ["packed", "shared", "whole", "recomputed"])
 def test_values_and_gradients_are_the_full_softmaxes(models, kind, temperature, chunk_size, way):
     """Two responses to each of three left-padded prompts of unequal length, in chunks or not."""
     model = models[kind]
@@ -81,7 +82,7 @@ def test_values_and_gradients_are_the_full_softmaxes(models, kind, temperature, 
         lm.recompute_activations(model)
     prompt, prompt_mask, completion, mask = padded()
     logprobs, entropy = lm.token_logprobs(model, prompt, completion, prompt_mask=prompt_mask, mask=mask,
-                                          temperature=temperature, chunk_size=chunk_size, share_prompt=way == "shared prompt")
+                                          temperature=temperature, chunk_size=chunk_size, way="auto" if way == "recomputed" else way)
     assert not model.training
     expected = reference(model, temperature=temperature)
     assert logprobs.dtype == entropy.dtype == torch.float32 and logprobs.shape == completion.shape
@@ -242,13 +243,14 @@ def test_gradient_checkpointing_runs_every_block_again_in_backward(models):
 @pytest.mark.parametrize("lengths, blocks", [
     ([3, 3, 3], [(0, 2, [0, 1, 2])]),
     ([1, 1], []),  # a response of one token has no input that predicts anything
-    ([2, 2, 2, 9], [(0, 1, [0, 1, 2, 3]), (1, 8, [3])]),
-    ([2, 3, 9, 1], [(0, 2, [0, 1, 2]), (2, 8, [2])]),
+    ([2, 2, 2, 9], [(0, 1, [0, 1, 2, 3]), (1, 8, [3])]),  # saves 3 × 7
+    ([3, 3, 9, 1], [(0, 2, [0, 1, 2]), (2, 8, [2])]),  # the row of one token is never run
+    ([2, 3, 4], [(0, 3, [0, 1, 2])]),  # would save no more than 2
 ])
 def test_short_completions_leave_early(lengths, blocks):
     """Every token but each row's last is run once, and none of the padding behind it beyond a block's end."""
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-    found = [(begin, end, rows.tolist()) for begin, end, rows in lm.column_blocks(mask)]
+    found = [(begin, end, rows.tolist()) for begin, end, rows in lm.column_blocks(mask, worthwhile=10)]
     assert found == blocks
     run = torch.zeros(mask.shape, dtype=torch.long)
     for begin, end, rows in found:
@@ -256,15 +258,33 @@ def test_short_completions_leave_early(lengths, blocks):
     assert run.max() <= 1 and (run[:, :-1][mask[:, 1:]] == 1).all()
 
 
-def test_random_lengths_agree_with_one_row_at_a_time(models):
+def test_random_lengths_agree_with_one_row_at_a_time(models, monkeypatch):
     """Many blocks: lengths from 1 to 12, groups of 5."""
+    monkeypatch.setattr(lm, "column_blocks", functools.partial(lm.column_blocks, worthwhile=1))
     generator = torch.Generator().manual_seed(0)
     responses = [[torch.randint(3, VOCABULARY, (int(n),), generator=generator).tolist()
                   for n in torch.randint(1, 13, (5,), generator=generator)] for _ in PROMPTS]
     prompt, prompt_mask, completion, mask = padded(responses=responses)
     assert len(list(lm.column_blocks(mask))) > 2
-    logprobs, _ = lm.token_logprobs(models["llama"], prompt, completion, prompt_mask=prompt_mask, mask=mask)
-    assert_equal_to_reference(logprobs, [c for c, _ in reference(models["llama"], responses=responses)], mask)
+    for way in ("shared", "packed", "whole"):
+        logprobs, _ = lm.token_logprobs(models["llama"], prompt, completion, prompt_mask=prompt_mask, mask=mask, way=way)
+        assert_equal_to_reference(logprobs, [c for c, _ in reference(models["llama"], responses=responses)], mask)
+
+
+def test_short_groups_are_packed_and_long_ones_share_their_prompt(models, monkeypatch):
+    called = []
+    for name in ("packed_states", "shared_prompt_states", "whole_sequence_states"):
+        def note(*arguments, function=getattr(lm, name), name=name):
+            called.append(name)
+            return function(*arguments)
+        monkeypatch.setattr(lm, name, note)
+    model = copy.deepcopy(models["llama"])
+    for responses in (4, 300):
+        prompt, completion = torch.full((1, 5), 3), torch.full((responses, 2), 4)
+        lm.token_logprobs(model, prompt, completion)
+    lm.recompute_activations(model)
+    lm.token_logprobs(model, prompt, completion)
+    assert called == ["packed_states", "shared_prompt_states", "whole_sequence_states"]
 
 
 class LiveBytes(TorchDispatchMode):

@@ -346,8 +346,8 @@ class DigitTokens:
     pad_token_id, eos_token_id, chat_template = 0, 2, None
     words = {1: "1", 3: "12", 4: "2", 5: "q", 6: "r", 7: "7", 8: "8"}
 
-    def __call__(self, text):
-        return {"input_ids": [int(i) for i in text.split()]}
+    def __call__(self, texts):
+        return {"input_ids": [[int(i) for i in text.split()] for text in texts]}
 
     def batch_decode(self, rows, skip_special_tokens):
         return ["".join(self.words.get(i, "") for i in row) for row in rows]
@@ -624,9 +624,9 @@ def test_questions_that_do_not_fit_the_context_are_left_out(loaded, capsys):
     assert kept(max_new_tokens=128 - max(sizes[:3])) == [e.question for e in EXAMPLES]
     assert len(kept(max_new_tokens=128 - max(sizes[:3]) + 1)) == 2
     assert len(kept(max_prompt_tokens=max(sizes[:3]) - 1)) == 2
-    with pytest.raises(lm.UserError, match="context 128"):
+    with pytest.raises(lm.UserError, match="context of 128"):
         kept(max_new_tokens=128)
     addition = lm.Task("addition", EXAMPLES, EXAMPLES)
     assert lm.drop_long_prompts(addition, model, tokenizer, config()) == addition
-    with pytest.raises(lm.UserError, match="context 128"):
+    with pytest.raises(lm.UserError, match="context of 128"):
         lm.drop_long_prompts(addition, model, tokenizer, config(max_new_tokens=128))
