@@ -1533,7 +1533,6 @@ def steer_entropy(model, batch: Rollout, config: Config, *, row: Algorithm, entr
     with autocast(config, batch.tokens.device):
         tokens, mask, _ = sample(model, batch.prompt, batch.prompt_mask, group_size=config.group_size,
                                  temperature=config.temperature * heat)
-    with autocast(config, batch.tokens.device):  # another one: it would reuse the weights that sampling cast, without gradients
         logprobs, _ = token_logprobs(model, batch.prompt, tokens, mask=mask, prompt_mask=batch.prompt_mask,
                                      temperature=config.temperature)
     loss = -row.entropy_weight * logprobs.sum() / parallel.add_up(mask.sum())

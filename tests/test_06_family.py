@@ -555,7 +555,7 @@ def test_aepo_steers_the_entropy_up_and_down(monkeypatch, target, moved):
 
 
 def test_aepos_gradient_reaches_every_weight_in_bfloat16_too(tiny):
-    """Autocast keeps the weights it has cast: if sampling, without gradients, shared them with training, none would arrive."""
+    """Autocast may keep weights that it has cast; those of the sampling, which has no gradients, must not serve the training."""
     model, tokenizer, task, config = tiny
     config = dataclasses.replace(config, dtype="bfloat16")
     part = lm.training_batch(model, tokenizer, task, 1, config, row=lm.ALGORITHMS["grpo"], version=0, generator=generator())
