@@ -142,6 +142,8 @@ class OutputOptions:
     overwrite: bool = option(False, "replace the run in --out")
     config: str | None = option(None, "a file of flags, such as a run's config.json; flags on the command line win", "none")
     compare: str | None = option(None, "train several rows, comma-separated, from the same base and overlay them; or: paper", "none")
+    dry_run: bool = option(False, "train nothing: print steps, tokens and memory of the run, part by part")
+    device_memory: float | None = option(None, "GiB of the CUDA device that --dry-run plans for", "this machine's")
     map: str | None = option(None, "train nothing: draw 06_family.png, the map of all rows, into this folder", "none")
     tensorboard: bool = option(False, "also write the metrics for TensorBoard, into <out>/tensorboard")
     cache_dir: str = option(str(pathlib.Path(__file__).resolve().parent / "cache"), "where the built-in model is kept",
@@ -231,7 +233,8 @@ def validate(config: Config) -> None:
     for name in ("steps", "prompts_per_step", "max_new_tokens", "micro_batch_tokens", "eval_every", "eval_questions",
                  "eval_samples", "save_every", "max_prompt_tokens"):
         require(getattr(config, name) >= 1, f"--{name.replace('_', '-')} is {getattr(config, name)}; it must be at least 1")
-    for name in ("learning_rate", "max_grad_norm", "temperature", "weight_temperature", "weight_cap", "entropy_target"):
+    for name in ("learning_rate", "max_grad_norm", "temperature", "weight_temperature", "weight_cap", "entropy_target",
+                 "device_memory"):
         value = getattr(config, name)
         require(value is None or 0 < value < math.inf, f"--{name.replace('_', '-')} is {value}; it must be positive and finite")
     for name in ("eps_low", "eps_high", "outer_low", "outer_high", "tau", "beta", "calibrate", "refills"):
@@ -2192,6 +2195,9 @@ def main(argv=None) -> None:
     try:
         config = parse_arguments(argv)
         validate(config)
+        if config.dry_run:
+            import plan
+            return plan.dry_run(config, sys.modules[__name__])
         if config.eval_only:
             return evaluate_only(config)
         if config.map:

@@ -1,0 +1,307 @@
+"""What a run of 06_full_llm_training.py will take, before it starts: steps, tokens, and memory part by part. Loads no weights.
+
+    python 06_full_llm_training.py --config recipes/gsm8k.json --dry-run                       (this machine)
+    python 06_full_llm_training.py --config recipes/gsm8k.json --dry-run --device-memory 80    (a CUDA GPU with 80 GiB)
+
+A step samples, then trains. Its peak is what is held all the time plus the larger of what these two need:
+
+    held      4 bytes a parameter each for the weights, their gradients and AdamW's first and second moment; a sampler of its own
+    sampling  keys and values of every response, layers · (L + T) · 2 · width of the keys; the logits of one token of each
+    training  what autograd keeps of the largest micro-batch, layer by layer (`saved_by_layer`); logits, a chunk at a time
+
+Symbols: P prompts, K responses to each, L tokens of a prompt, T tokens of a response.
+"""
+
+import math
+import os
+import pathlib
+import types
+from dataclasses import dataclass, replace
+
+import torch
+
+from utils import pick_device
+
+# Published shapes, for a machine that cannot reach the hub: layers, hidden size, intermediate size, heads, key/value heads,
+# vocabulary, context, and whether the embedding is also the output head.
+SHAPES = {
+    "Qwen/Qwen2.5-0.5B-Instruct": (24, 896, 4864, 14, 2, 151_936, 32_768, True),
+    "Qwen/Qwen2.5-1.5B-Instruct": (28, 1536, 8960, 12, 2, 151_936, 32_768, True),
+    "Qwen/Qwen2.5-7B-Instruct": (28, 3584, 18_944, 28, 4, 152_064, 32_768, False),
+    "meta-llama/Llama-3.2-3B-Instruct": (28, 3072, 8192, 24, 8, 128_256, 131_072, True),
+    "meta-llama/Llama-3.1-8B-Instruct": (32, 4096, 14_336, 32, 8, 128_256, 131_072, False),
+}
+FLOAT = 4       # bytes of a float32, in which weights, gradients, moments, norms and logits are
+USABLE = 0.9    # share of a device's memory to count on; the rest goes to the driver, and to gaps between tensors
+CHUNK = 2**23   # logits that the trainer makes at a time, as in 06's token_logprobs
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What decides on memory beside the flags of a run."""
+    length: int                  # L
+    width: int = FLOAT           # bytes of a number in matrix products: 2 for bfloat16
+    cuda: bool = False
+    processes: int = 1           # that share each batch, and with --shard also what is held
+    available: float = math.inf  # bytes of the device
+
+
+# %% ------------------------------------------------------------------------------------------------- the model's shape
+
+
+def find_model(config, lm):
+    """(model config, tokenizer or None, where they come from). UserError when --model is nowhere to be found."""
+    from transformers import AutoConfig, AutoTokenizer, LlamaConfig, Qwen2Config
+
+    name, options = config.model, {}
+    if name in lm.BUILT_IN:
+        shape = {k: v for k, v in lm.BUILT_IN[name].items() if k in Qwen2Config().to_dict()}
+        tokenizer = lm.character_tokenizer()
+        return Qwen2Config(vocab_size=len(tokenizer), tie_word_embeddings=True, **shape), tokenizer, "built in"
+    if name.endswith(".gguf"):
+        lm.require(pathlib.Path(name).is_file(), f"--model {name}: no such file")
+        options, name = {"gguf_file": pathlib.Path(name).name}, str(pathlib.Path(name).parent)
+    try:
+        model_config = AutoConfig.from_pretrained(name, **options).get_text_config()
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        lm.require(name in SHAPES, f"--model {config.model} is neither built in, a directory, a .gguf file, nor reachable on the "
+                   f"hub; without the hub --dry-run knows {', '.join(SHAPES)} ({lm.one_line(error)})")
+        layers, hidden, intermediate, heads, kv_heads, vocabulary, context, tied = SHAPES[name]
+        return (Qwen2Config if name.startswith("Qwen") else LlamaConfig)(
+            num_hidden_layers=layers, hidden_size=hidden, intermediate_size=intermediate, num_attention_heads=heads,
+            num_key_value_heads=kv_heads, vocab_size=vocabulary, max_position_embeddings=context, tie_word_embeddings=tied,
+        ), None, "the published shape, since the hub is not reachable"
+    try:
+        return model_config, None if options else AutoTokenizer.from_pretrained(name), "from its config"
+    except (OSError, ValueError, KeyError, ImportError):  # a plan can do without a tokenizer
+        return model_config, None, "from its config"
+
+
+def describe(model_config):
+    """All that the estimates read, counted on a model without storage. Raises ValueError for what is no causal decoder."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config)
+    ends = {id(end.weight): end.weight.numel() for end in (model.get_input_embeddings(), model.get_output_embeddings())}
+    matrices = {id(module.weight): module.weight.numel() for module in model.modules()
+                if getattr(module, "weight", None) is not None and module.weight.dim() == 2
+                and not isinstance(module, torch.nn.Embedding)}
+    heads, hidden = model_config.num_attention_heads, model_config.hidden_size
+    kv_heads = getattr(model_config, "num_key_value_heads", None)  # Llama and its kin say how many; GPT-2 does not
+    head_size = getattr(model_config, "head_dim", None) or hidden // heads
+    return types.SimpleNamespace(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),  # a tied weight is one parameter
+        ends=sum(ends.values()), matrices=sum(matrices.values()),  # embedding and head; what matrix products read
+        layers=model_config.num_hidden_layers, hidden=hidden, heads=heads, vocabulary=model_config.vocab_size,
+        intermediate=getattr(model_config, "intermediate_size", None) or getattr(model_config, "n_inner", None) or 4 * hidden,
+        queries=heads * head_size, keys=(kv_heads or heads) * head_size, gated=kv_heads is not None,
+        context=getattr(model_config, "max_position_embeddings", None) or math.inf)
+
+
+# %% -------------------------------------------------------------------------------------------------------- the memory
+
+
+def saved_by_layer(shape, *, tokens: int, keys: int, pairs: int, width: int) -> int:
+    """Bytes that autograd keeps of one decoder layer until its backward pass.
+
+    tokens: positions that run through it; keys: positions that attention reads, summed over the rows; pairs: query-key pairs,
+    likewise; width: bytes of a number in matrix products, 4 or 2. Norms and the residual stream are float32 in either case.
+
+        2 norms       the residual stream x, and x/rms, which the norm's weight is multiplied with
+        their output  what q, k, v, gate and up read: in float32 they share it, in bfloat16 each has a cast of its own
+        attention     q after RoPE; the output, which o_proj reads; k and v of every key, repeated for the query heads
+        its mask      a number for each query-key pair, added to the scores
+        MLP           gate, silu(gate), up, and their product, which down_proj reads
+    """
+    x, mlp = shape.hidden, shape.intermediate
+    if shape.gated:
+        norms, inputs, inner = 2 * 2 * FLOAT * x, (2 if width == FLOAT else 5) * width * x, 4 * width * mlp
+    else:  # GPT-2: layer norm keeps x alone; q, k, v are one product; gelu by tanh keeps four numbers, and its output is read
+        norms, inputs, inner = 2 * FLOAT * x, 2 * width * x, 5 * width * mlp
+    attention = 2 * width * shape.queries + FLOAT * shape.heads
+    return tokens * (norms + inputs + attention + inner) + keys * 2 * width * shape.queries + pairs * width
+
+
+def memory(config, shape, setting: Setting, *, whole_batch: bool = False) -> dict:
+    """{phase: {part: bytes}} at the peak of a step, on one device, when every prompt and response has its full length.
+
+    whole_batch: the trainer runs all prompts in one pass, as AEPO does with its second batch.
+    """
+    length, width, new, group = setting.length, setting.width, config.max_new_tokens, config.group_size
+    prompts, narrow = math.ceil(config.prompts_per_step / setting.processes), width < FLOAT
+    held = shape.parameters * FLOAT // (setting.processes if config.shard else 1)
+    own = config.sync_interval > 1 or config.offline or config.shard or (setting.cuda and config.engine != "plain")
+    own_width = width if setting.cuda and own else FLOAT  # otherwise the sampler is the policy itself
+    casts = {"bfloat16 copies of the matrices": shape.matrices * width} if narrow else {}  # autocast makes and keeps them
+    parts = {"weights, float32": held, "gradients, float32": held, "AdamW's two moments, float32": 2 * held}
+    if own:
+        parts[f"the sampler's own weights, {'bfloat16' if own_width == 2 else 'float32'}"] = shape.parameters * own_width
+
+    questions = min(64, math.ceil(config.eval_questions / setting.processes))  # of an evaluation that are asked at a time
+    rows = max(prompts * group, questions * config.eval_samples)
+    position = rows * (length + new) * shape.keys
+    key_width = FLOAT if shape.gated and own_width == FLOAT else width  # RoPE makes keys as wide as the weights
+    cache = shape.layers * position * (key_width + width)
+    if config.engine == "paged":
+        cache = min(cache, max(0, setting.available - sum(parts.values())) / 2)
+
+    groups = prompts if whole_batch else min(prompts, max(1, config.micro_batch_tokens // (length + group * new)))
+    responses, again = groups * group, config.shard or config.gradient_checkpointing  # these run the prompt with each response
+    once = 0 if again else groups       # prompts that run once for their group
+    queries = new - 1 + length * again  # of a response; its last token predicts nothing
+    tokens, keys = once * length + responses * queries, once * length + responses * (length + new - 1)
+    layer = saved_by_layer(shape, tokens=tokens, keys=keys, width=width,
+                           pairs=once * length**2 + responses * queries * (length + new - 1))
+    kept, layer_backward = shape.layers * layer, 3 * tokens * width * shape.intermediate  # the latter: gradients in the MLP
+    logits = min(responses * new, max(1, CHUNK // shape.vocabulary)) * shape.vocabulary * FLOAT
+    head_backward = 5 * logits + shape.vocabulary * shape.hidden * FLOAT  # logits, softmax, gradients; that of the matrix
+    gathered = shape.ends + 2 * (shape.parameters - shape.ends) // shape.layers  # of shards: this block's and the next one's
+    matrices = {"weights gathered from the shards": gathered * width} if config.shard else casts
+    if config.gradient_checkpointing:  # a layer's activations and matrices come and go as well
+        kept, layer_backward = shape.layers * tokens * FLOAT * shape.hidden, layer + layer_backward
+        head_backward, matrices = head_backward + sum(matrices.values()), {}
+    kept += (3 * tokens + responses * new) * FLOAT * shape.hidden  # around the last norm, and states that reach the head
+    return {
+        "held all the time": parts,
+        f"sampling {rows:,} responses at once": {
+            **({} if own_width < FLOAT else casts), "keys and values" + ", in pages" * (config.engine == "paged"): cache,
+            "one layer's keys again, as they grow": position * key_width,
+            "logits and probabilities, float32": 4 * rows * shape.vocabulary * FLOAT},
+        f"training on passes of {groups} × {group} responses": {
+            **matrices, "activations kept for the backward pass": kept,
+            "what comes and goes: the head, by chunks, or a layer": max(head_backward, layer_backward)},
+        **({"starting, before the weights are split": {
+            "the model and its copy, more than is held later": max(0, 2 * FLOAT * shape.parameters - sum(parts.values()))}}
+           if config.shard else {})}
+
+
+def peak(parts: dict) -> float:
+    """Bytes: what is held, and the largest of the phases, which take turns."""
+    held, *phases = (sum(part.values()) for part in parts.values())
+    return held + max(phases)
+
+
+def remedies(config, setting: Setting):
+    """Yield (a change to the command, [(its value, config, setting), …] from mild to strong)."""
+    def halved(name, least):
+        value = getattr(config, name)
+        while value > least:
+            value = max(least, value // 2)
+            yield value, replace(config, **{name: value}), setting
+
+    shortest = min(config.micro_batch_tokens, setting.length + config.group_size * config.max_new_tokens)
+    devices = [n for n in (2, 4, 8, 16, 32, 64) if n > setting.processes and config.prompts_per_step % n == 0]
+    thrifty = replace(config, micro_batch_tokens=shortest, gradient_checkpointing=True, eval_samples=1)
+    yield "--micro-batch-tokens", [*halved("micro_batch_tokens", shortest)]
+    yield "--gradient-checkpointing", [("", replace(config, gradient_checkpointing=True), setting)]
+    yield "--engine paged", [("", replace(config, engine="paged"), setting)] if setting.cuda else []
+    yield "--eval-samples", [*halved("eval_samples", 1)]
+    yield f"--micro-batch-tokens {shortest} --gradient-checkpointing --eval-samples 1", [("", thrifty, setting)]
+    yield "--shard, devices:", [(n, replace(config, shard=True), replace(setting, processes=n)) for n in devices]
+    yield (f"--micro-batch-tokens {shortest} --gradient-checkpointing --eval-samples 1 --shard, devices:",
+           [(n, replace(thrifty, shard=True), replace(setting, processes=n)) for n in devices])
+    yield "another experiment, --prompts-per-step", [*halved("prompts_per_step", 1)]
+    yield "another experiment, --max-new-tokens", [*halved("max_new_tokens", 1)]
+
+
+# %% ---------------------------------------------------------------------------------------------------------- the plan
+
+
+def size(count: float) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.2f} MiB"
+
+
+def device_of(config):
+    """(bytes of memory, inf if unknown; kind of device; its name). --device-memory stands for a CUDA device of that size."""
+    if config.device_memory:
+        return config.device_memory * 2**30, "cuda", "a CUDA device"
+    device = pick_device(config.device)
+    if device.type == "cuda":
+        found = torch.cuda.get_device_properties(device)
+        return found.total_memory, "cuda", found.name
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf  # Windows has none
+    return total, device.type, f"this machine ({device.type})"
+
+
+def find_task(config, lm):
+    """(task or None, a word on it). Data that is not there yet is no mistake in a plan; a malformed file is."""
+    if config.task.endswith(".jsonl") and not pathlib.Path(config.task).exists():
+        return None, f'{config.task} is missing; make it with one {{"question": "…", "answer": "…"}} a line, before the run'
+    try:
+        task = lm.load_task(config)
+    except lm.UserError as error:
+        if config.task != "gsm8k":
+            raise
+        return None, str(error)
+    return task, (f"{config.task}: {len(task.train):,} questions to train on, {len(task.evaluation):,} held out; the run passes "
+                  f"over them {config.steps * config.prompts_per_step / len(task.train):,.1f} times")
+
+
+def longest_prompt(config, lm, task, tokenizer, context):
+    """(L, a word on it): tokens of the longest question where it can be encoded, else the most that 06 lets through."""
+    limit = min(config.max_prompt_tokens, context - config.max_new_tokens)
+    lm.require(limit >= 1, f"--max-new-tokens {config.max_new_tokens} leaves no room for a prompt in the model's context of "
+               f"{context} tokens")
+    examples = sorted(task.train + task.evaluation, key=lambda e: len(e.question))[-32:] if task and tokenizer else []
+    longest = max((lm.encode_prompts(tokenizer, [e], device="cpu")[0].shape[1] for e in examples), default=0)
+    return (longest, "the longest") if 0 < longest <= limit else (limit, "the limit")  # 0: a tokenizer without a vocabulary
+
+
+def dry_run(config, lm) -> None:
+    """--dry-run: print the plan of a run. lm: the module of 06_full_llm_training.py, with its tasks, rows and errors."""
+    if os.environ.get("RANK", "0") != "0":
+        return  # torchrun started several of us
+    model_config, tokenizer, source = find_model(config, lm)
+    try:
+        shape = describe(model_config)
+    except (ValueError, AttributeError) as error:
+        raise lm.UserError(f"--model {config.model} is no ordinary decoder, so there is no plan: {lm.one_line(error)}") from None
+    task, words = find_task(config, lm)
+    length, which = longest_prompt(config, lm, task, tokenizer, shape.context)
+    available, kind, device = device_of(config)
+    narrow = config.dtype == "bfloat16" or (config.dtype == "auto" and kind == "cuda")
+    setting = Setting(length, width=2 if narrow else FLOAT, cuda=kind == "cuda", available=available,
+                      processes=int(os.environ.get("WORLD_SIZE", "1")))
+    row, prompts, group, new = lm.chosen_row(config), config.prompts_per_step, config.group_size, config.max_new_tokens
+    questions = len(task.evaluation) if task else config.eval_questions
+
+    print(f"model     {config.model}: {shape.layers} layers, {shape.parameters:,} parameters, {source}")
+    print(f"data      {words}")
+    print(f"a step    at most {prompts * (length + group * new):,} tokens: {prompts} prompts of {length} ({which}) and {group} "
+          f"responses of {new} to each")
+    print(f"a run     {config.steps:,} optimizer steps, {config.steps * prompts * group:,} rollouts"
+          + f", or up to {1 + config.refills} times as many with --refills {config.refills}" * row.refill
+          + f"; {1 + math.ceil(config.steps / config.eval_every)} evaluations of {questions} questions, "
+          f"{config.eval_samples} + 1 answers to each" + "; all of it for each row of --compare" * bool(config.compare))
+
+    def estimate(config, setting):
+        return memory(config, shape, setting, whole_batch=row.entropy_target is not None)
+
+    parts, usable = estimate(config, setting), USABLE * available
+    print(f"memory    an estimate with every response at its full length, {'bfloat16' if narrow else 'float32'} compute"
+          + f", on each of {setting.processes} devices" * (setting.processes > 1))
+    for phase, numbers in parts.items():
+        print(f"{size(sum(numbers.values())):>14}  {phase}")
+        for part, count in numbers.items():
+            print(f"{size(count):>18}  {part}")
+    needed = peak(parts)
+    print(f"{size(needed):>14}  at the peak: what is held, and the largest of the rest, which take turns")
+    own = sum([*parts["held all the time"].values()][3:])
+    print(f"disk      {size(3 * FLOAT * shape.parameters + own)} for a checkpoint, and as much again while the next is written")
+    if available == math.inf:
+        return print(f"device    {device}, of unknown memory: say how much there is with --device-memory GiB")
+    verdict = "fits" if needed <= usable else "does NOT fit"
+    print(f"device    {device}, {size(available)}, of which {USABLE:.0%} count. The run {verdict}")
+    if needed <= usable:
+        return
+    totals = [sum(numbers.values()) for numbers in parts.values()]
+    over = [(phase.split()[0].strip(","), totals[0] + count * (phase != "held all the time"))
+            for phase, count in zip(parts, totals, strict=True)]
+    print("too large " + ", ".join(f"{phase} ({size(count)})" for phase, count in over if count > usable) + ". It would be")
+    for change, steps in remedies(config, setting):
+        tried = [(value, peak(estimate(changed, other))) for value, changed, other in steps]
+        enough = [pair for pair in tried if pair[1] <= usable]
+        value, count = enough[0] if enough else min(tried, key=lambda pair: pair[1], default=("", needed))
+        if count < needed and (enough or "another" not in change):
+            print(f"{size(count):>14}  {'and fit' if enough else 'too much still'}, with {change} {value}".rstrip())

@@ -1,0 +1,377 @@
+"""--dry-run and the recipes: counts that are exact, an estimate of memory that a measurement confirms, mistakes in one line."""
+
+import importlib
+import json
+import math
+import re
+import weakref
+
+import pytest
+import torch
+from conftest import ROOT
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import plan
+from recipes.tool_reward import exact_call, find_calls
+
+lm = importlib.import_module("06_full_llm_training")
+torch.set_num_threads(1)
+RECIPES = sorted((ROOT / "recipes").glob("*.json"))
+PUBLISHED = {  # parameters, as the model cards' safetensors count them
+    "Qwen/Qwen2.5-0.5B-Instruct": 494_032_768, "Qwen/Qwen2.5-1.5B-Instruct": 1_543_714_304,
+    "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512, "meta-llama/Llama-3.2-3B-Instruct": 3_212_749_824,
+    "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248}
+
+
+def shape_of(**flags):
+    return plan.describe(plan.find_model(lm.Config(**flags), lm)[0])
+
+
+@pytest.fixture
+def dry_run(capsys, monkeypatch):
+    """Flags → what --dry-run prints, started in the repository's folder."""
+    monkeypatch.chdir(ROOT)
+
+    def run(*flags):
+        capsys.readouterr()
+        lm.main([*map(str, flags), "--dry-run"])
+        return capsys.readouterr().out
+    return run
+
+
+def refused(capsys, *flags):
+    with pytest.raises(SystemExit) as stopped:
+        lm.main([str(flag) for flag in flags])
+    captured = capsys.readouterr()
+    message = captured.err.strip()
+    assert stopped.value.code == 2 and message.startswith("error: ") and "\n" not in message and not captured.out
+    return message
+
+
+# ------------------------------------------------------------------------------------------------------------ counts
+
+
+@pytest.mark.parametrize("name", plan.SHAPES)
+def test_published_shapes_have_the_published_number_of_parameters(name):
+    shape = shape_of(model=name)
+    assert shape.parameters == PUBLISHED[name]
+    # a tied embedding is counted once and is also a matrix; an untied one is not in matrix products
+    assert shape.ends == shape.vocabulary * shape.hidden * (1 if plan.SHAPES[name][-1] else 2)
+    assert shape.matrices < shape.parameters and shape.context >= 32_768
+
+
+def test_counts_of_a_step_and_a_run_by_hand(dry_run):
+    text = dry_run("--steps", 7, "--prompts-per-step", 4, "--group-size", 3, "--max-new-tokens", 5, "--eval-every", 3)
+    assert "3 layers, 390,528 parameters" in text
+    assert "at most 84 tokens: 4 prompts of 6 (the longest) and 3 responses of 5" in text  # 4·(6 + 3·5); "34+57=" has 6
+    assert "7 optimizer steps, 84 rollouts; 4 evaluations of 256 questions" in text  # at steps 0, 3, 6, 7
+    assert "0.0 times" in text and "The run fits" in text
+
+
+def test_the_whole_step_adds_up(dry_run):
+    text = dry_run("--sync-interval", 4)
+    sizes = [float(number) for number in re.findall(r"^ +([\d.]+) MiB", text, re.MULTILINE)]
+    phases = [float(number) for number in re.findall(r"^ {4,6}([\d.]+) MiB  (?:held|sampling|training)", text, re.MULTILINE)]
+    assert len(phases) == 3 and sizes[-1] == pytest.approx(phases[0] + max(phases[1:]), abs=.02)
+    assert sum(sizes[:-1]) == pytest.approx(2 * sum(phases), abs=.1)  # every part, and their sums
+
+
+def test_a_second_copy_of_the_weights_only_where_the_run_makes_one(dry_run):
+    for flags, own in (((), False), (("--sync-offset", 3), False), (("--sync-interval", 2), True), (("--offline",), True)):
+        assert ("the sampler's own weights" in dry_run(*flags)) == own, flags
+    held = plan.memory(lm.Config(offline=True), shape_of(), plan.Setting(6))["held all the time"]
+    assert list(held.values()) == [4 * 390_528, 4 * 390_528, 8 * 390_528, 4 * 390_528]
+    assert "the sampler's own weights, bfloat16" in dry_run("--offline", "--device-memory", 80)
+
+
+def test_no_weights_are_loaded_and_nothing_is_written(tiny_run, tmp_path, monkeypatch, capsys):
+    from transformers import PreTrainedModel
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", None)
+    monkeypatch.chdir(tmp_path)
+    lm.main([*tiny_run[2], "--dry-run"])
+    text = capsys.readouterr().out
+    assert "18 questions to train on, 2 held out" in text and "from its config" in text
+    expected = sum(p.numel() for p in lm_model(tiny_run[0]))
+    assert f"{expected:,} parameters" in text and not list(tmp_path.iterdir())
+
+
+def lm_model(folder):
+    from safetensors.torch import load_file
+    return load_file(folder / "model.safetensors").values()
+
+
+def test_only_the_first_process_speaks(dry_run, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert "on each of 4 devices" in dry_run()
+    monkeypatch.setenv("RANK", "1")
+    assert dry_run() == ""
+
+
+# ------------------------------------------------------------------------------------------------------------ memory
+
+
+class PeakMemory(TorchDispatchMode):
+    """Adds up the storages that are alive, from those of `held` on, and remembers the most. It sees every operation of PyTorch,
+    forwards and backwards, and knows nothing of models."""
+
+    def __init__(self, held):
+        super().__init__()
+        self.alive, self.now, self.most = set(), 0, 0
+        for tensor in held:
+            self.watch(tensor)
+
+    def watch(self, tensor):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.alive:
+            self.alive.add(storage._cdata)
+            self.now += storage.nbytes()
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self.forget, storage._cdata, storage.nbytes())
+
+    def forget(self, key, count):
+        self.alive.discard(key)
+        self.now -= count
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self.watch(leaf)
+        return result
+
+
+def measured_peak(config, prompt_tokens):
+    """Bytes at the peak of the second step of --model tiny, whose responses all have their full length."""
+    from transformers import AutoModelForCausalLM
+    model = AutoModelForCausalLM.from_config(plan.find_model(config, lm)[0]).eval()
+    sampler, row = AutoModelForCausalLM.from_config(model.config).eval(), lm.chosen_row(config)
+    own = list(sampler.parameters()) if config.sync_interval > 1 or config.offline else []
+    sampler = sampler if own else model
+    if config.gradient_checkpointing:
+        lm.recompute_activations(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(3, 13, (config.prompts_per_step, prompt_tokens), generator=generator)
+    prompt_mask = torch.arange(prompt_tokens) >= torch.arange(len(prompt))[:, None] % 2  # every second one has padding
+    rewards = (torch.arange(config.group_size) % 2).float().repeat(len(prompt), 1)
+
+    def step():
+        with lm.autocast(config, prompt.device):
+            tokens, mask, logprobs = lm.generate(
+                sampler, prompt, prompt_mask, group_size=config.group_size, max_new_tokens=config.max_new_tokens, temperature=1.0,
+                eos_ids={99}, pad_id=0, generator=generator)
+        assert mask.all() and mask.shape[1] == config.max_new_tokens
+        batch = lm.Rollout(prompt, prompt_mask, tokens, mask, logprobs, rewards, ~mask[:, 0], 0, [])
+        lm.train_step(model, optimizer, batch, config, algorithm=row, generator=generator)
+
+    step()  # the moments and gradients exist from here on
+    state = [value for values in optimizer.state.values() for value in values.values()]
+    with PeakMemory([*model.parameters(), *own, *state, *(p.grad for p in model.parameters())]) as memory:
+        step()
+    return memory.most
+
+
+@pytest.mark.parametrize("dominant, flags, prompt_tokens", [
+    ("training", {"prompts_per_step": 16, "max_new_tokens": 16, "sync_interval": 4}, 12),
+    ("training", {"prompts_per_step": 8, "max_new_tokens": 32, "micro_batch_tokens": 600, "dtype": "bfloat16"}, 20),
+    ("training", {"prompts_per_step": 8, "max_new_tokens": 32, "micro_batch_tokens": 600, "gradient_checkpointing": True}, 20),
+    ("sampling", {"prompts_per_step": 16, "max_new_tokens": 48, "micro_batch_tokens": 1, "offline": True}, 8),
+])
+def test_the_estimate_is_within_a_fifth_of_what_a_step_takes(dominant, flags, prompt_tokens):
+    config = lm.Config(device="cpu", eval_questions=1, eval_samples=1, **flags)
+    width = 2 if config.dtype == "bfloat16" else 4
+    parts = plan.memory(config, shape_of(), plan.Setting(prompt_tokens, width=width))
+    _, sampling, training = (sum(part.values()) for part in parts.values())
+    assert (sampling > training) == (dominant == "sampling")
+    measured = measured_peak(config, prompt_tokens)
+    assert plan.peak(parts) == pytest.approx(measured, rel=.2), f"{plan.peak(parts) / measured:.3f} of what was measured"
+
+
+def test_autograd_keeps_what_the_formula_says():
+    """One Qwen2 layer with grouped queries, byte for byte but the few of the norms' scales and of RoPE."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+    config = Qwen2Config(vocab_size=50, hidden_size=64, intermediate_size=200, num_hidden_layers=1, num_attention_heads=4,
+                         num_key_value_heads=2, pad_token_id=0)
+    model, shape = Qwen2ForCausalLM(config).eval(), plan.describe(config)
+    ids, own = torch.randint(1, 50, (3, 40)), {p.untyped_storage().data_ptr() for p in model.parameters()}
+    mask = torch.ones_like(ids)
+    mask[0, 0] = 0  # with padding attention needs a mask, and cannot share keys among query heads
+    for dtype, width in ((torch.float32, 4), (torch.bfloat16, 2)):
+        kept = {}
+
+        def keep(tensor, kept=kept):
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        with hooks, torch.autocast("cpu", dtype, enabled=width < 4):
+            output = model.model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+        weights = {shape for p in model.parameters() for shape in (p.shape, p.shape[::-1])}  # autocast's copies: no activations
+        total = sum(t.untyped_storage().nbytes() for pointer, t in kept.items() if pointer not in own and t.shape not in weights)
+        expected = plan.saved_by_layer(shape, tokens=120, keys=120, pairs=3 * 40 * 40, width=width) + 120 * 64 * 8  # last norm
+        assert output.requires_grad and total == pytest.approx(expected, rel=.05)
+
+
+def test_what_does_not_fit_comes_with_flags_that_help(dry_run):
+    flags = ("--model", "Qwen/Qwen2.5-0.5B-Instruct", "--prompts-per-step", 8, "--max-new-tokens", 512, "--group-size", 4)
+    text = dry_run(*flags, "--device-memory", 20)
+    assert "does NOT fit" in text and "too large training" in text
+    offered = re.findall(r"and fit, with (--micro-batch-tokens) (\d+)$", text, re.MULTILINE)
+    assert len(offered) == 1 and "--gradient-checkpointing" in text and "--shard, devices:" in text
+    assert "The run fits" in dry_run(*flags, "--device-memory", 20, *offered[0])  # the advice is good, and not too strong
+    assert "does NOT fit" in dry_run(*flags, "--device-memory", 20, offered[0][0], int(offered[0][1]) * 2)
+    assert "prompts-per-step" in dry_run(*flags, "--device-memory", 20, "--prompts-per-step", 512)
+    assert "too large held (" in dry_run(*flags, "--device-memory", 2)
+
+
+def test_memory_follows_the_flags():
+    def total(phase, setting=None, **flags):
+        setting = plan.Setting(100, width=2, cuda=True, **(setting or {}))
+        return sum([*plan.memory(lm.Config(max_new_tokens=100, **flags), shape, setting).values()][phase].values())
+    shape = shape_of(model="Qwen/Qwen2.5-0.5B-Instruct")
+    assert total(1, prompts_per_step=64) > 1.9 * total(1, prompts_per_step=32)
+    assert total(2, micro_batch_tokens=1800) < .5 * total(2, micro_batch_tokens=7200)
+    assert total(2, gradient_checkpointing=True) < .3 * total(2)
+    own = 2 * 494_032_768  # beside a sharded policy the sampler is whole; the run starts with two whole float32 models
+    assert total(0, {"processes": 64}, shard=True) + total(3, {"processes": 64}, shard=True) == 8 * 494_032_768
+    assert total(0, {"processes": 4}, shard=True) - own == pytest.approx((total(0) - own) / 4)
+    assert total(1, {"processes": 4}, eval_samples=1) < .3 * total(1, eval_samples=1)
+    one_pass = plan.memory(lm.Config(micro_batch_tokens=100), shape, plan.Setting(100), whole_batch=True)  # AEPO
+    assert plan.peak(one_pass) == plan.peak(plan.memory(lm.Config(micro_batch_tokens=10**6), shape, plan.Setting(100)))
+
+
+def test_gpt2_has_a_plan_as_well(dry_run, tmp_path):
+    from conftest import build_model
+    build_model("gpt2", vocab_size=20).save_pretrained(tmp_path / "gpt2")
+    text = dry_run("--model", tmp_path / "gpt2")
+    assert "2 layers" in text and "prompts of 120 (the limit)" in text  # no tokenizer there; context 128 − 8
+
+
+# ----------------------------------------------------------------------------------------------------------- recipes
+
+
+@pytest.fixture
+def gsm8k(tmp_path, monkeypatch):
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text('{"question": "What is 1 + 1?", "answer": "#### 2"}\n' * 3, encoding="utf-8")
+    monkeypatch.setenv("GSM8K_DIR", str(tmp_path))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_has_a_plan(dry_run, gsm8k, path):
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    text = dry_run("--config", path, "--device-memory", 80)
+    assert f"{PUBLISHED[stored['model']]:,} parameters" in text
+    rollouts = stored["steps"] * stored["prompts_per_step"] * stored["group_size"]
+    assert f"{stored['steps']:,} optimizer steps, {rollouts:,} rollouts" in text
+    assert "bfloat16 compute" in text and "the sampler's own weights" in text
+    missing = stored["task"].startswith("data/") and not (ROOT / stored["task"]).exists()
+    assert (f'{stored["task"]} is missing; make it with one {{"question": "…", "answer": "…"}} a line' in text) == missing
+    fits = "and fit, with" in text or "The run fits" in text
+    assert fits and ("The run fits" in text) == (path.stem == "gsm8k")  # as recipes/README.md says
+
+
+def test_recipes_hold_the_papers_numbers():
+    recipe = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in RECIPES}
+    assert recipe.keys() == {"gsm8k", "math", "guru_math", "tool_calls"}
+    paper = {"model": "Qwen/Qwen2.5-1.5B-Instruct", "task": "gsm8k", "prompts_per_step": 96, "group_size": 8, "steps": 160,
+             "learning_rate": 1e-6, "temperature": 1.0, "max_new_tokens": 1024, "max_grad_norm": 1.0, "sync_interval": 20}
+    assert paper.items() <= recipe["gsm8k"].items()
+    paper = {"prompts_per_step": 16, "group_size": 8, "learning_rate": 6e-8, "max_new_tokens": 2048, "steps": 2000,
+             "model": "meta-llama/Llama-3.1-8B-Instruct"}
+    assert paper.items() <= recipe["math"].items()
+    assert recipe["guru_math"]["model"] == "Qwen/Qwen2.5-7B-Instruct"
+    assert recipe["tool_calls"]["model"] == "meta-llama/Llama-3.2-3B-Instruct"
+
+
+def test_every_command_of_their_readme_is_accepted_and_every_recipe_is_in_it(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    text = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
+    commands = re.findall(r"06_full_llm_training\.py (--[^`#\n]+)", text)
+    assert len(commands) == 7 and all(f"[{path.name}]({path.name})" in text for path in RECIPES)
+    for command in commands:
+        config = lm.parse_arguments(command.split())
+        monkeypatch.setenv("WORLD_SIZE", "4" if config.shard else "1")
+        lm.validate(config)
+
+
+def test_a_real_run_without_its_data_says_so(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    message = refused(capsys, "--config", ROOT / "recipes" / "math.json", "--out", tmp_path / "run")
+    assert "data/math_train.jsonl" in message and not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("text, expected", [
+    (None, "is not a file of flags"),
+    ('{"model": ', "is not a file of flags"),
+    ('["--model", "tiny"]', "is not a file of flags"),
+    ('{"sync_intervall": 20}', "--sync_intervall"),
+    ('{"steps": "many"}', "many"),
+    ('{"group_size": 1}', "--group-size is 1"),
+    ('{"device_memory": -1}', "--device-memory is -1"),
+    ('{"algorithm": "ppo"}', "unknown algorithm 'ppo'"),
+    ('{"model": "no/such-model"}', "no/such-model"),
+    ('{"model": "nothing.gguf"}', "nothing.gguf: no such file"),
+    ('{"task": "subtraction"}', "subtraction"),
+    ('{"max_new_tokens": 64}', "leaves no room"),
+    ('{"reward": "recipes.tool_reward:no_such"}', "no_such"),
+])
+def test_a_bad_recipe_is_one_line(capsys, tmp_path, text, expected):
+    path = tmp_path / "bad.json"
+    if text:
+        path.write_text(text, encoding="utf-8")
+    assert expected in refused(capsys, "--config", path, "--dry-run")
+
+
+def test_a_malformed_data_file_is_refused_though_a_missing_one_is_not(capsys, tmp_path):
+    (tmp_path / "bad.jsonl").write_text('{"question": "1"}\n', encoding="utf-8")
+    assert "bad.jsonl line 1" in refused(capsys, "--task", tmp_path / "bad.jsonl", "--dry-run")
+
+
+def test_a_model_that_is_no_decoder_is_refused(capsys, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "t5"}', encoding="utf-8")
+    assert "no ordinary decoder" in refused(capsys, "--model", tmp_path, "--dry-run")
+
+
+# -------------------------------------------------------------------------------------------------------- tool calls
+
+
+CALL = '{"name": "add", "arguments": {"a": 1, "b": {"c": [true, "x"]}}}'
+
+
+@pytest.mark.parametrize("response, reward", [
+    (CALL, 1),
+    ('{"arguments": {"b": {"c": [true,"x"]}, "a": 1},\n "name": "add"}', 1),  # order and white space
+    ('{"name": "add", "parameters": {"a": 1, "b": {"c": [true, "x"]}}}', 1),  # Llama's word for them
+    (f"Sure, {{here}} it is:\n```json\n{CALL}\n```", 1),
+    (CALL.replace("add", "sub"), 0),
+    (CALL.replace("1", "2"), 0),
+    (CALL.replace("1", '"1"'), 0),
+    (CALL.replace("1", "true"), 0),   # True == 1 in Python, not in JSON
+    (CALL.replace("true", "1"), 0),
+    (CALL.replace('"a": 1, ', ""), 0),
+    (CALL.replace('"a": 1', '"a": 1, "z": 0'), 0),
+    (CALL + CALL, 0),                 # two guesses are not one answer
+    (CALL[:-1], 0),                   # cut off
+    ('{"name": "add"}', 0), ('{"name": 3, "arguments": {}}', 0), ("", 0), ("{" * 20_000, 0), ("[" * 9_000 + CALL, 1),
+    ('{"a":' * 3_000, 0), ("9" * 5_000, 0), ('{"name": ' + "9" * 5_000 + "}", 0),
+])
+def test_the_reward_is_an_exact_match_of_name_and_arguments(response, reward):
+    assert exact_call("add them", response, CALL) == reward
+
+
+def test_an_answer_without_a_call_is_the_datas_fault():
+    with pytest.raises(ValueError, match="holds no call"):
+        exact_call("?", CALL, "42")
+
+
+def test_the_example_data_rewards_its_own_answers_only(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    config = lm.parse_arguments(["--config", "recipes/tool_calls.json"])
+    examples, reward = lm.read_jsonl(config.task), lm.load_reward(config.reward)
+    for asked in examples:
+        called = json.loads(asked.answer)
+        assert find_calls(asked.answer) and f'"name": "{called["name"]}"' in asked.question
+        for other in examples:
+            assert reward(asked.question, other.answer, asked.answer) == (other is asked)
+    assert math.isfinite(config.learning_rate) and len({e.question for e in examples}) == len(examples) >= 8
