@@ -294,6 +294,13 @@ def verdict_table(results: dict, command: str = "python paper_grid.py --plot-onl
     return "\n".join(lines) + "\n"
 
 
+def with_the_papers_rate(grid: list) -> list:
+    """The conditions' runs together with those of the paper's grid that have the usual learning rate, for as many seeds."""
+    seeds = {line["seed"] for line in grid}
+    return grid + [{**line, "setting": "(20,0) lr 0.0001"} for line in load_grid("paper")
+                   if line["setting"] == "(20,0)" and line["seed"] in seeds]
+
+
 def conditions_table(grid: list) -> str:
     """What the learning rate does to the claims that it might decide, as a markdown table."""
     narrow, wide = "rec-oneside-nois", "rec-oneside-nois (.6,2)"
@@ -345,7 +352,7 @@ def draw_curves(grid, rows, settings, *, title, directory, name, column="eval_ac
         axis.set_title({"(1,0)": "on-policy (1,0)", "(20,0)": "synced every 20 steps (20,0)", "(1,10)": "10 batches late (1,10)"}.get(setting, setting))
         axis.set_xlabel("training step")
     axes[0, 0].set_ylabel(label)
-    axes[0, 0].legend(fontsize=8)
+    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(rows), fontsize=8)
     fig.suptitle(title)
     save_figure(fig, directory, name)
 
@@ -443,8 +450,7 @@ def main(argv=None) -> None:
         write_text(DATA / f"{args.grid}_claims.md", table)
         print(table)
     if args.grid == "conditions":
-        table = conditions_table(load_grid("conditions") + [{**line, "setting": "(20,0) lr 0.0001"} for line in load_grid("paper")
-                                                            if line["setting"] == "(20,0)" and line["seed"] < args.seeds])
+        table = conditions_table(with_the_papers_rate(load_grid("conditions")))
         write_text(DATA / "conditions.md", table)
         print(table)
 

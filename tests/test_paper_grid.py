@@ -165,3 +165,26 @@ def test_every_claim_is_judged_from_comparisons_with_intervals():
         assert (result["verdict"] == "does not hold") == ("does not hold" in verdicts)
     assert results["P8"]["verdict"] == "holds"  # 1 % of the tokens are clipped in this synthetic table
     assert paper_grid.verdict_table(results).count("\n") == 10
+
+
+TABLES = {"family": lambda: paper_grid.family_table(paper_grid.load_grid("family")),
+          "paper_claims": lambda: paper_grid.verdict_table(paper_grid.judge(paper_grid.load_grid("paper")),
+                                                           "python paper_grid.py --plot-only --grid paper"),
+          "hard_claims": lambda: paper_grid.verdict_table(paper_grid.judge(paper_grid.load_grid("hard")),
+                                                          "python paper_grid.py --plot-only --grid hard"),
+          "conditions": lambda: paper_grid.conditions_table(paper_grid.with_the_papers_rate(paper_grid.load_grid("conditions")))}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_readme_shows_what_the_committed_runs_say(name):
+    """Every number and every verdict of the README's tables, computed again from figures/data/*.csv."""
+    readme = (paper_grid.ROOT / "README.md").read_text(encoding="utf-8")
+    shown = readme.partition(f"<!-- {name}.md -->\n")[2].partition("<!-- end -->")[0]
+    assert shown == TABLES[name]()
+
+
+def test_the_committed_grids_are_whole():
+    """All rows, all settings, at least five seeds of the paper's grid and three of the family's."""
+    for name, seeds in (("paper", 5), ("family", 3), ("staleness", 2), ("conditions", 3), ("hard", 1)):
+        wanted = {paper_grid.cell_key(cell, steps=120) for cell in paper_grid.grid_cells(name, seeds)}
+        assert wanted <= {line["cell"] for line in paper_grid.load_grid(name)}, name
