@@ -1598,6 +1598,7 @@ def train(config: Config) -> dict:
     version, queue, first_step = 0, deque(), 1  # the queue is the first-in first-out buffer between sampler and trainer
 
     if state:
+        require("processes" in state, f"the checkpoint in {out} was saved by an older version of this file, which alone can continue it")
         require(len(state["processes"]) == parallel.size(), f"the run in {out} was saved by {len(state['processes'])} processes and "
                 f"continues with as many, not with {parallel.size()}: see torchrun's --nproc-per-node")
         mine = state["processes"][parallel.rank()]
