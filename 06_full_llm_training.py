@@ -624,39 +624,42 @@ def generate(model, prompt, prompt_mask, *, group_size: int, max_new_tokens: int
     and rows p·group_size … of prompt p. The mask includes the EOS. No top-k, no top-p, no penalties: the distribution that
     samples is the one the loss differentiates, so `logprobs` are the behaviour policy's own.
 
-    A group shares its prompt: each prompt runs through the model once, and its keys and values are repeated for the group.
+    Responses share what they have in common: a prompt runs through the model once for its group, and so does each beginning that
+    several responses have sampled alike. `node` says which row of the cache and of the logits a response stands at.
     """
     from transformers import DynamicCache
 
-    cache, batch = DynamicCache(config=model.config), prompt.shape[0] * group_size
-    logits = model(**model_inputs(model, prompt, prompt_mask, cache), logits_to_keep=1).logits[:, -1]
-    cache.batch_repeat_interleave(group_size)
-    logits = logits.repeat_interleave(group_size, 0)
-    attention = prompt_mask.repeat_interleave(group_size, 0)
-    tokens = torch.full((batch, max_new_tokens), pad_id, dtype=torch.long, device=prompt.device)
-    logprobs = torch.zeros(batch, max_new_tokens, device=prompt.device)
-    mask = torch.zeros(batch, max_new_tokens, dtype=torch.bool, device=prompt.device)
-    rows = torch.arange(batch, device=prompt.device)  # the rows still in the batch, and whether they have yet to end
-    going = torch.ones_like(rows, dtype=torch.bool)
-    stops = torch.tensor(sorted(eos_ids), device=prompt.device)
+    cache, batch, device = DynamicCache(config=model.config), prompt.shape[0] * group_size, prompt.device
+    logits, attention = model(**model_inputs(model, prompt, prompt_mask, cache), logits_to_keep=1).logits[:, -1], prompt_mask
+    tokens = torch.full((batch, max_new_tokens), pad_id, dtype=torch.long, device=device)
+    logprobs = torch.zeros(batch, max_new_tokens, device=device)
+    mask = torch.zeros(batch, max_new_tokens, dtype=torch.bool, device=device)
+    rows = torch.arange(batch, device=device)  # the responses still in the batch, and whether they have yet to end
+    going, node = torch.ones_like(rows, dtype=torch.bool), rows // group_size
+    stops = torch.tensor(sorted(eos_ids), device=device)
     for t in range(max_new_tokens):
         scores = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
         if scores.isnan().any():
             raise FloatingPointError("the model's logits are not finite")
+        scores, vocabulary = scores[node], scores.shape[1]
         if temperature == 0:
             token = scores.argmax(-1, keepdim=True)
         else:
             token = torch.multinomial(scores.exp(), 1, generator=generator)
         tokens[rows, t], logprobs[rows, t], mask[rows, t] = token[:, 0], scores.gather(1, token)[:, 0], True
-        going = going & ~torch.isin(token[:, 0], stops)
+        token = token[:, 0]
+        going = going & ~torch.isin(token, stops)
         if t + 1 == max_new_tokens or not going.any():
             break
-        if going.float().mean() < 0.75:  # finished rows leave, when they are enough to be worth the copy of the cache
-            keep = going.nonzero()[:, 0]
-            cache.batch_select_indices(keep)
-            rows, token, attention, going = rows[keep], token[keep], attention[keep], going[keep]
+        if going.float().mean() < 0.75:  # finished responses leave, when they are enough to be worth a copy of the cache
+            rows, node, token, going = rows[going], node[going], token[going], going[going]
+        stood, (branches, node) = len(attention), torch.unique(node * vocabulary + token, return_inverse=True)
+        parent, token = branches // vocabulary, branches % vocabulary
+        if len(parent) != stood or (parent[1:] == parent[:-1]).any():
+            cache.batch_select_indices(parent)
+            attention = attention[parent]
         attention = torch.cat([attention, torch.ones_like(attention[:, :1])], 1)
-        logits = model(**model_inputs(model, token, attention, cache)).logits[:, -1]
+        logits = model(**model_inputs(model, token[:, None], attention, cache)).logits[:, -1]
     mask = completion_mask(tokens, eos_ids=eos_ids) & mask
     width = int(mask.sum(1).max())
     return (tokens[:, :width].masked_fill(~mask[:, :width], pad_id), mask[:, :width],
@@ -909,7 +912,7 @@ def token_logprobs(model, prompt, completion, *, prompt_mask=None, mask=None, te
     states, chosen = states_of(model, prompt, prompt_mask, completion, mask)
 
     head, targets = model.get_output_embeddings(), completion.flatten()[chosen]
-    chunk_size = chunk_size or max(1, 2**23 // head.weight.shape[0])  # 32 MiB of float32 logits
+    chunk_size = chunk_size or max(1, 10_000_000 // head.weight.shape[0])  # 38 MiB of float32 logits
     pieces = []
     for begin in range(0, len(targets), chunk_size):
         piece = functools.partial(_chosen_logprobs, head, temperature=temperature)
