@@ -46,3 +46,13 @@ def test_the_main_job_table_shows_what_was_measured():
     assert len(measured) == 3
     for row, result in measured.items():
         assert f"| `{row}` | {result['before']:.2f} → {result['after']:.2f} |" in README
+
+
+def test_the_speeds_are_those_of_the_committed_measurement():
+    result = json.loads((ROOT / "benchmarks" / "results" / "rl_step.json").read_text(encoding="utf-8"))
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    low, middle, high = result["ratio_quartiles"]
+    assert f"| **{middle:.3f}** | quartiles {low:.3f} – {high:.3f} |" in readme and result["ratio"] == middle
+    assert f"| this project | {1e3 * result['ours_s']:.0f} ms | {1e3 * result['collect_s']:.0f} ms" in readme
+    assert f"everything optional off | {1e3 * result['trl_s']:.0f} ms |" in readme
+    assert f"| {1e3 * result['floor_s']:.0f} ms | a step takes {result['over_floor']:.1f} times that" in readme
