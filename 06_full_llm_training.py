@@ -243,6 +243,7 @@ def validate(config: Config) -> None:
     require(config.dtype in ("auto", "float32", "bfloat16"), f"--dtype is {config.dtype!r}; choose auto, float32 or bfloat16")
     require(config.engine in ("auto", "plain", "paged"), f"--engine is {config.engine!r}; choose auto, plain or paged")
     processes = int(os.environ.get("WORLD_SIZE", 1))
+    require(processes == 1 or "RANK" in os.environ or config.dry_run, f"WORLD_SIZE is {processes} but RANK is not set; start several processes with torchrun")
     require(config.prompts_per_step % processes == 0 and config.eval_questions >= processes,
             f"{processes} processes share a batch: --prompts-per-step must be a multiple of {processes}, and --eval-questions at "
             "least as many")
@@ -892,7 +893,7 @@ def token_logprobs(model, prompt, completion, *, prompt_mask=None, mask=None, te
     """log π_θ of each completion token and the policy's entropy there: two (B, T) float32 tensors, 0 where mask is False.
 
     prompt (P, L) left-padded, completion (B, T) right-padded, B a multiple of P: rows p·B/P … belong to prompt p.
-    The entropy carries no gradient. Raises ValueError when B is not a multiple of P.
+    The entropy carries no gradient. Raises ValueError when B is not a multiple of P, or when a mask has a hole.
 
     way: how the hidden states are made, all three with one result. "whole": each response behind a copy of its prompt, the plain
     way, and the only one under gradient checkpointing and sharding. "shared": the prompt once, then the responses. "packed": the
@@ -906,8 +907,12 @@ def token_logprobs(model, prompt, completion, *, prompt_mask=None, mask=None, te
     prompt_mask = torch.ones_like(prompt, dtype=torch.bool) if prompt_mask is None else prompt_mask
     mask = torch.ones_like(completion, dtype=torch.bool) if mask is None else mask
     if way == "auto":
-        short = prompt.shape[1] + completion.numel() // prompt.shape[0] <= 512 and model.config._attn_implementation == "sdpa"
-        way = "whole" if recomputes(model) else "packed" if short else "shared"
+        short = prompt.shape[1] + completion.numel() // prompt.shape[0] <= 512
+        way = "whole" if recomputes(model) else "packed" if short and packable(model) else "shared"
+    if (mask[:, 1:] & ~mask[:, :-1]).any():
+        raise ValueError("mask must be True for a row's first tokens and False behind them, without holes")
+    if not mask.any():
+        return torch.zeros(mask.shape, device=mask.device), torch.zeros(mask.shape, device=mask.device)
     states_of = {"whole": whole_sequence_states, "shared": shared_prompt_states, "packed": packed_states}[way]
     states, chosen = states_of(model, prompt, prompt_mask, completion, mask)
 
@@ -978,6 +983,14 @@ def shared_prompt_states(model, prompt, prompt_mask, completion, mask):
     return torch.cat(states), torch.cat(chosen)
 
 
+def packable(model) -> bool:
+    """Can a mask of ours and positions of ours say what a token sees? Not where a layer has a sliding window or a bias of its own."""
+    config = model.config.get_text_config()
+    layers = getattr(config, "layer_types", None) or ["sliding" if getattr(config, "sliding_window", None) else "full_attention"]
+    return ("position_ids" in forward_parameters(type(model.base_model)) and config._attn_implementation == "sdpa"
+            and set(layers) == {"full_attention"} and not getattr(config, "alibi", False) and not config.is_encoder_decoder)
+
+
 def packed_states(model, prompt, prompt_mask, completion, mask):
     """The same, in one pass without padding: a prompt and all its completions stand in one row, and a mask lets each completion
     see the prompt and itself. Attention is computed for all pairs in a row, which is cheap for short rows only.
@@ -994,8 +1007,7 @@ def packed_states(model, prompt, prompt_mask, completion, mask):
     position = torch.cat([position, (position[:, -1:] + 1 + columns).repeat(1, group)], 1).gather(1, order)
     tokens = torch.cat([prompt, completion.view(count, -1)], 1).gather(1, order)
     sees = ((owner[:, :, None] == owner[:, None]) | (owner[:, None] == 0)).tril()
-    inputs = {"position_ids": position} if "position_ids" in forward_parameters(type(model.base_model)) else {}
-    states = model.base_model(input_ids=tokens, attention_mask=sees[:, None], use_cache=False, **inputs).last_hidden_state
+    states = model.base_model(input_ids=tokens, attention_mask=sees[:, None], position_ids=position, use_cache=False).last_hidden_state
     # Token t > 0 of a completion is predicted by the slot of token t − 1, and token 0 by the prompt's last slot, L − 1.
     predictor = length - 1 + columns + width * torch.arange(group, device=device)[:, None]
     predictor[:, 0] = length - 1
@@ -1470,7 +1482,8 @@ def train_step(model, optimizer, batch: Rollout, config: Config, *, algorithm: A
                             constant=config.max_new_tokens)
     # Without a regulariser a group whose advantages are all 0 has no gradient: its tokens are only read, for the metrics.
     teaches = (advantages != 0).any(1) | (algorithm.tau > 0) | (algorithm.beta > 0) | (algorithm.process_weight is not None) | sharded
-    parts = list(micro_batches(lengths, batch.prompt.shape[1], teaches, budget=config.micro_batch_tokens))
+    copies = lengths.shape[1] if sharded or recomputes(model) else 1  # of a prompt that run: one for its group, or one for each response
+    parts = list(micro_batches(lengths, batch.prompt.shape[1] * copies, teaches, budget=config.micro_batch_tokens))
     read = model.token_logprobs if sharded else functools.partial(token_logprobs, model)
     sums, all_logprobs = Counter(), torch.zeros_like(batch.old_logprobs)
     optimizer.zero_grad()
@@ -1512,7 +1525,7 @@ def train_step(model, optimizer, batch: Rollout, config: Config, *, algorithm: A
 def micro_batches(lengths, prompt_tokens: int, teaches, *, budget: int):
     """Split a batch into passes of at most `budget` tokens, padding included, and at least one prompt.
 
-    lengths: (P, K) response lengths; teaches: (P,) groups that have a gradient, which get passes of their own. Groups of like
+    lengths: (P, K) response lengths; prompt_tokens: what the prompt of a group takes; teaches: (P,) groups that have a gradient, which get passes of their own. Groups of like
     length go together, and each pass is only as wide as its longest response. Yields (prompts, rows, width, with_gradient).
     When few groups are without one, or all, every group runs with gradients: in the last case for the optimizer's momentum.
     """
@@ -1539,6 +1552,7 @@ def steer_entropy(model, batch: Rollout, config: Config, *, row: Algorithm, entr
     with autocast(config, batch.tokens.device):
         tokens, mask, _ = sample(model, batch.prompt, batch.prompt_mask, group_size=config.group_size,
                                  temperature=config.temperature * heat)
+    with autocast(config, batch.tokens.device):  # another one, which does not know the weights that sampling cast without gradients
         logprobs, _ = token_logprobs(model, batch.prompt, tokens, mask=mask, prompt_mask=batch.prompt_mask,
                                      temperature=config.temperature)
     loss = -row.entropy_weight * logprobs.sum() / parallel.add_up(mask.sum())
@@ -1575,8 +1589,8 @@ def train(config: Config) -> dict:
     started, out = time.perf_counter(), pathlib.Path(config.out)
     require(config.resume or config.overwrite or not ((out / "metrics.jsonl").exists() or checkpoints(out)),
             f"{out} already holds a run: add --resume to continue it, --overwrite to replace it, or choose another --out")
-    seed_everything(config.seed)  # for a reward of the user's; what is drawn here comes from generators of its own
     device, row = parallel.start(pick_device(config.device)), chosen_row(config)
+    seed_everything(process_seed(config.seed))  # for a reward of the user's; what is drawn here comes from generators of its own
     main_process = parallel.rank() == 0
     state = load_checkpoint(out) if config.resume else None
     with parallel.first_process_first():
@@ -1584,13 +1598,15 @@ def train(config: Config) -> dict:
         model, tokenizer = load_model(state["folder"] if state else config.model, device=device, cache_dir=config.cache_dir,
                                       task=config.task)
     task = drop_long_prompts(task, model, tokenizer, config)
+    require(len(task.evaluation) >= parallel.size(), f"{len(task.evaluation)} held-out questions are too few for {parallel.size()} processes")
     config = working_engine(model, tokenizer, task, config)
     # While the two are refreshed together the sampler is the policy itself. It is a second copy of the weights only when it is
     # stale, when the policy is in pieces, or when the engine needs its weights in bfloat16.
     copied = config.sync_interval > 1 or config.offline or config.shard or (config.engine == "paged" and device.type == "cuda")
     sampler = copy.deepcopy(model) if copied else model
     if copied and device.type == "cuda":
-        sampler.to(autocast_dtype(config, device) or torch.float32)
+        for weight in sampler.parameters():  # the weights alone: rotary frequencies in bfloat16 would be wrong at far positions
+            weight.data = weight.data.to(autocast_dtype(config, device) or torch.float32)
     if config.gradient_checkpointing:
         recompute_activations(model)
     if config.shard:
@@ -1609,8 +1625,9 @@ def train(config: Config) -> dict:
         version, first_step = state["version"], state["step"] + 1
         parallel.load_optimizer_state(optimizer, state["optimizer"])
         optimizer.param_groups[0]["lr"] = config.learning_rate  # a flag given with --resume counts
-        if copied:
+        if copied and state["sampler"]:  # else it was the policy itself
             sampler.load_state_dict(state["sampler"])
+        del state["optimizer"], state["sampler"]
         restore_random(mine["random"], sampling, dropping)
     parallel.wait()  # all have seen what --out holds
     if main_process:
@@ -1628,6 +1645,7 @@ def train(config: Config) -> dict:
         policy = whole_policy()
         if main_process:
             save_checkpoint(out, step, policy, tokenizer, saved)
+        parallel.wait()
 
     def whole_policy():
         """The policy as an ordinary model, to be saved. If it is sharded, rank 0 puts it together in the CPU's memory."""
@@ -1791,7 +1809,7 @@ def evaluate(model, tokenizer, task: Task, config: Config) -> dict:
     meets the same random numbers.
     """
     device, count = next(model.parameters()).device, config.eval_samples
-    generator, before = torch.Generator(device).manual_seed(config.seed + 1), random_state()
+    generator, before = torch.Generator(device).manual_seed(process_seed(config.seed + 1)), random_state()
     sampled, greedy = [], []
     mine = task.evaluation[parallel.rank():: parallel.size()]
     for first in range(0, len(mine), 64):
@@ -1800,7 +1818,7 @@ def evaluate(model, tokenizer, task: Task, config: Config) -> dict:
                               (greedy, dataclasses.replace(config, group_size=1, temperature=0.0))):
             rewards.append(collect(model, tokenizer, examples, part, version=0, generator=generator).rewards)
     restore_random(before)  # a reward may have drawn from the global generators
-    sampled, greedy = (parallel.gather(torch.cat(part)).double().cpu() for part in (sampled, greedy))
+    sampled, greedy = (parallel.gather(torch.cat(part)).cpu().double() for part in (sampled, greedy))
     greedy = greedy[:, 0]
     metrics = {}
     for name, values in (("accuracy", sampled.mean(1)), ("greedy", greedy)):
@@ -1996,7 +2014,7 @@ def load_checkpoint(out: pathlib.Path) -> dict | None:
     if not (found := checkpoints(out)):
         return None
     try:
-        return {**torch.load(found[-1] / "trainer.pt", weights_only=True), "folder": str(found[-1])}
+        return {**torch.load(found[-1] / "trainer.pt", weights_only=True, map_location="cpu"), "folder": str(found[-1])}
     except Exception as error:
         raise UserError(f"--resume: {found[-1]} is damaged ({one_line(error)})")
 
@@ -2221,6 +2239,11 @@ def main(argv=None) -> None:
         sys.exit(2)
     except RunStopped as error:
         print(f"stopped: {error}", file=sys.stderr)
+        sys.exit(1)
+    except RuntimeError as error:
+        if parallel.size() == 1:
+            raise
+        print(f"stopped: another process failed, see its message ({one_line(error)})", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         print("stopped at once; --resume continues from the last checkpoint, if there is one", file=sys.stderr)

@@ -12,6 +12,7 @@ their responses differ in length. 06 therefore divides by the token count of all
 """
 
 import contextlib
+import datetime
 import os
 import types
 
@@ -27,7 +28,8 @@ def start(device: torch.device) -> torch.device:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+                                timeout=datetime.timedelta(hours=2))  # others wait while rank 0 downloads a model or saves one
     return device
 
 

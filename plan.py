@@ -33,7 +33,7 @@ SHAPES = {
 }
 FLOAT = 4       # bytes of a float32, in which weights, gradients, moments, norms and logits are
 USABLE = 0.9    # share of a device's memory to count on; the rest goes to the driver, and to gaps between tensors
-CHUNK = 2**23   # logits that the trainer makes at a time, as in 06's token_logprobs
+CHUNK = 10_000_000   # logits that the trainer makes at a time, as in 06's token_logprobs
 
 
 @dataclass(frozen=True)
@@ -146,8 +146,10 @@ def memory(config, shape, setting: Setting, *, whole_batch: bool = False) -> dic
     if config.engine == "paged":
         cache = min(cache, max(0, setting.available - sum(parts.values())) / 2)
 
-    groups = prompts if whole_batch else min(prompts, max(1, config.micro_batch_tokens // (length + group * new)))
-    responses, again = groups * group, config.shard or config.gradient_checkpointing  # these run the prompt with each response
+    again = config.shard or config.gradient_checkpointing  # these run the prompt with each response
+    slots = length * (group if again else 1) + group * new  # of a group in a pass
+    groups = prompts if whole_batch else min(prompts, max(1, config.micro_batch_tokens // slots))
+    responses = groups * group
     once = 0 if again else groups       # prompts that run once for their group
     queries = new - 1 + length * again  # of a response; its last token predicts nothing
     tokens, keys = once * length + responses * queries, once * length + responses * (length + new - 1)

@@ -109,7 +109,10 @@ def rollout(sample, model, prompt, config, *, max_length: int, own_copy: bool, g
     own_copy: sample from a copy with bfloat16 weights, as 06 does for an engine that has no autocast.
     """
     device, mask = prompt.device, torch.ones_like(prompt, dtype=torch.bool)
-    sampler = copy.deepcopy(model).to(torch.bfloat16) if own_copy and device.type == "cuda" else model
+    sampler = copy.deepcopy(model) if own_copy and device.type == "cuda" else model
+    if sampler is not model:
+        for weight in sampler.parameters():  # not the rotary frequencies
+            weight.data = weight.data.to(torch.bfloat16)
     with lm.autocast(config, device):
         sample(sampler, prompt[:2], mask[:2], max_new_tokens=4, generator=generator, **options)  # warm-up
         began = time.perf_counter()

@@ -204,7 +204,7 @@ def refused(capsys, arguments):
 @pytest.mark.parametrize("arguments, expected", [
     (["--algorithm", "rec-onesided"], "unknown algorithm 'rec-onesided'; choose from: reinforce"),
     (["--compare", "reinforce,ppo"], "unknown algorithm 'ppo'"),
-    (["--compare", "reinforce,"], "unknown algorithm ''"),
+    (["--compare", "reinforce,"], "an empty name"),
     (["--task", "subtraction"], "unknown task 'subtraction'"),
     (["--task", "addition-7"], "unknown task 'addition-7'"),
     (["--model", "no/such-model"], "no/such-model"),

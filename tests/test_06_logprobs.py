@@ -324,3 +324,21 @@ def test_the_logits_of_all_tokens_never_exist_at_once():
         states = model.model(input_ids=torch.cat([prompt, completion], 1)[:1]).last_hidden_state[0, 3:11].double()
         expected = torch.log_softmax(states @ weight.double().T, -1).gather(1, completion[0, :8, None])[:, 0]
     assert torch.allclose(logprobs[0, :8].double(), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}, {}])
+def test_a_model_with_a_sliding_window_is_not_packed(options):
+    """A mask of ours would take the place of the window. Eight tokens, a window of four: the way must not change the result."""
+    model = build_model("qwen2", vocab_size=VOCABULARY, **options)
+    assert lm.packable(model) == (not options)
+    prompt, completion = torch.arange(6)[None] + 5, torch.arange(12).view(2, 6) + 20
+    found = [lm.token_logprobs(model, prompt, completion, way=way)[0] for way in ("auto", "whole")]
+    assert torch.allclose(*found, atol=1e-5)
+
+
+def test_masks_with_holes_are_refused_and_empty_ones_are_zero(models):
+    prompt, completion = torch.tensor([[3, 4]]), torch.tensor([[5, 6, 7]])
+    with pytest.raises(ValueError, match="without holes"):
+        lm.token_logprobs(models["llama"], prompt, completion, mask=torch.tensor([[True, False, True]]))
+    for part in lm.token_logprobs(models["llama"], prompt, completion, mask=torch.zeros(1, 3, dtype=torch.bool)):
+        assert part.tolist() == [[0, 0, 0]]

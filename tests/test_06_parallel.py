@@ -165,7 +165,7 @@ def test_a_run_of_two_processes_stops_resumes_and_loads(tiny_run, tmp_path, shar
     from transformers import AutoModelForCausalLM
 
     _, _, flags = tiny_run
-    flags = [*flags, *shard, "--sync-interval", "2", "--sync-offset", "1", "--save-every", "2", "--eval-every", "2"]
+    flags = [*flags, *shard, "--sync-interval", "3", "--sync-offset", "1", "--save-every", "2", "--eval-every", "1"]
     script = ROOT / "06_full_llm_training.py"
     straight, parted = tmp_path / "straight", tmp_path / "parted"
     for out, steps, more in ((straight, 4, []), (parted, 2, []), (parted, 4, ["--resume"])):
@@ -177,6 +177,9 @@ def test_a_run_of_two_processes_stops_resumes_and_loads(tiny_run, tmp_path, shar
         return [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in rows]
 
     assert [row["step"] for row in lines(parted)] == [0, 1, 2, 3, 4]
+    config = lm.parse_arguments([*flags, "--out", str(straight)])
+    alone = lm.evaluate(*lm.load_model(config.model, device="cpu"), lm.load_task(config), config)
+    assert alone["eval_greedy"] == lines(straight)[0]["eval_greedy"]  # of all questions, not of one process's share
     assert lines(parted) == lines(straight)
     final = AutoModelForCausalLM.from_pretrained(parted / "model")
     again = AutoModelForCausalLM.from_pretrained(straight / "checkpoint/step-000004")
@@ -197,6 +200,7 @@ def test_a_run_of_two_processes_stops_resumes_and_loads(tiny_run, tmp_path, shar
 ])
 def test_what_processes_cannot_share_is_refused_in_one_line(monkeypatch, capsys, flags, words):
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
     with pytest.raises(SystemExit) as stop:
         lm.main(flags)
     error = capsys.readouterr().err
