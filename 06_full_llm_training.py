@@ -243,7 +243,8 @@ def validate(config: Config) -> None:
     require(config.dtype in ("auto", "float32", "bfloat16"), f"--dtype is {config.dtype!r}; choose auto, float32 or bfloat16")
     require(config.engine in ("auto", "plain", "paged"), f"--engine is {config.engine!r}; choose auto, plain or paged")
     processes = int(os.environ.get("WORLD_SIZE", 1))
-    require(processes == 1 or "RANK" in os.environ or config.dry_run, f"WORLD_SIZE is {processes} but RANK is not set; start several processes with torchrun")
+    require(processes == 1 or "RANK" in os.environ or config.dry_run, f"WORLD_SIZE is {processes} but RANK is not set; start "
+            "several processes with torchrun")
     require(config.prompts_per_step % processes == 0 and config.eval_questions >= processes,
             f"{processes} processes share a batch: --prompts-per-step must be a multiple of {processes}, and --eval-questions at "
             "least as many")
@@ -322,9 +323,7 @@ def digits_of(task: str) -> int:
 
 @functools.cache
 def addition_examples(digits: int) -> tuple[list, list]:
-    """Sums of two numbers below 10^digits in a fixed shuffled order: at most 20,000, of which a tenth is never trained on.
-
-    """
+    """Sums of two numbers below 10^digits in a fixed shuffled order: at most 20,000, of which a tenth is never trained on."""
     below = 10**digits
     if below**2 <= 10**6:
         order = torch.randperm(below**2, generator=torch.Generator().manual_seed(2509))[:20_000]
@@ -597,11 +596,13 @@ def in_eval_mode(function):
     @functools.wraps(function)
     def wrapped(model, *args, **kwargs):
         was_training = model.training
-        model.eval()
+        if was_training:
+            model.eval()
         try:
             return function(model, *args, **kwargs)
         finally:
-            model.train(was_training)
+            if model.training != was_training:
+                model.train(was_training)
     return wrapped
 
 
@@ -763,7 +764,10 @@ def collect(model, tokenizer, examples, config: Config, *, version: int, generat
 
 
 def decode(tokenizer, tokens, mask) -> list:
-    return tokenizer.batch_decode([ids[:n] for ids, n in zip(tokens.tolist(), mask.sum(1).tolist())], skip_special_tokens=True)
+    rows = [tuple(ids[:n]) for ids, n in zip(tokens.tolist(), mask.sum(1).tolist())]
+    distinct = list(dict.fromkeys(rows))  # a group repeats itself
+    texts = dict(zip(distinct, tokenizer.batch_decode([list(ids) for ids in distinct], skip_special_tokens=True)))
+    return [texts[ids] for ids in rows]
 
 
 # %% ------------------------------------------------------------------------- what some rows do to rewards and data
@@ -897,7 +901,7 @@ def token_logprobs(model, prompt, completion, *, prompt_mask=None, mask=None, te
 
     way: how the hidden states are made, all three with one result. "whole": each response behind a copy of its prompt, the plain
     way, and the only one under gradient checkpointing and sharding. "shared": the prompt once, then the responses. "packed": the
-    prompt and all its responses in one row. auto: packed for short groups, shared for long ones.
+    prompt and all its responses in one row, common beginnings once. auto: packed for short groups, shared for long ones.
 
     Memory: logits of all positions would be (B, T, V). Only states of real completion tokens reach the head, a chunk at a time,
     and backward recomputes each chunk instead of keeping it.
@@ -992,27 +996,33 @@ def packable(model) -> bool:
 
 
 def packed_states(model, prompt, prompt_mask, completion, mask):
-    """The same, in one pass without padding: a prompt and all its completions stand in one row, and a mask lets each completion
-    see the prompt and itself. Attention is computed for all pairs in a row, which is cheap for short rows only.
+    """The same, in one pass without padding and with nothing computed twice: a prompt and its group stand in one row, and what
+    several responses have in common at their beginning stands there once, as when they were sampled. Such a row is a tree, and a
+    mask lets each token see its ancestors. Attention is computed for all pairs in a row, which is cheap for short rows only.
     """
     (count, length), width, device = prompt.shape, completion.shape[1], prompt.device
     group, columns = len(completion) // count, torch.arange(width, device=device)
-    inputs = columns < (mask * columns).amax(1, keepdim=True)  # a completion's last token is not run
-    # Slots: the prompt's L, then T for each completion; packing keeps those in use, in their order.
-    slots = torch.cat([prompt_mask, inputs.view(count, -1)], 1)
+    inputs = (columns < (mask * columns).amax(1, keepdim=True)).view(count, group, width)  # a response's last token is not run
+    tokens = completion.view(count, group, width)
+    # first[p, k, t]: the first response of group p whose tokens up to column t are those of response k.
+    known = tokens.where(inputs, -1)
+    first = (known[:, :, None] == known[:, None]).byte().cumprod(-1).argmax(2)
+    used = inputs & (first == torch.arange(group, device=device)[:, None])
+    # Slots: the prompt's L, then T for each response; packing keeps those in use, in their order.
+    slots = torch.cat([prompt_mask, used.flatten(1)], 1)
     order = slots.byte().argsort(dim=1, descending=True, stable=True)[:, : int(slots.sum(1).max())]
-    owner = torch.cat([torch.zeros_like(prompt[0]), torch.arange(1, group + 1, device=device).repeat_interleave(width)])
-    owner = owner.expand(count, -1).gather(1, order)  # 0: the prompt; k: its k-th completion
+    of_prompt, response, column = order < length, (order - length).clamp(min=0) // width, (order - length) % width
     position = (prompt_mask.long().cumsum(1) - 1).clamp(min=0)
     position = torch.cat([position, (position[:, -1:] + 1 + columns).repeat(1, group)], 1).gather(1, order)
-    tokens = torch.cat([prompt, completion.view(count, -1)], 1).gather(1, order)
-    sees = ((owner[:, :, None] == owner[:, None]) | (owner[:, None] == 0)).tril()
-    states = model.base_model(input_ids=tokens, attention_mask=sees[:, None], position_ids=position, use_cache=False).last_hidden_state
-    # Token t > 0 of a completion is predicted by the slot of token t − 1, and token 0 by the prompt's last slot, L − 1.
-    predictor = length - 1 + columns + width * torch.arange(group, device=device)[:, None]
-    predictor[:, 0] = length - 1
+    groups = torch.arange(count, device=device)[:, None]
+    beginning = first[groups[:, :, None], response[:, :, None], column[:, None]]  # of the row's response, up to the seen column
+    sees = (of_prompt[:, None] | (beginning == response[:, None])).tril()
+    states = model.base_model(input_ids=torch.cat([prompt, tokens.flatten(1)], 1).gather(1, order), attention_mask=sees[:, None],
+                              position_ids=position, use_cache=False).last_hidden_state
+    # Token t > 0 of a response is predicted by the slot where its beginning up to t − 1 ends; token 0 by the prompt's last slot.
+    predictor = torch.cat([torch.full_like(first[..., :1], length - 1), (length + first * width + columns)[..., :-1]], -1)
     packed = torch.zeros_like(slots, dtype=torch.long).scatter(1, order, torch.arange(order.shape[1], device=device).expand_as(order))
-    place = packed[:, predictor.flatten()] + order.shape[1] * torch.arange(count, device=device)[:, None]
+    place = packed.gather(1, predictor.flatten(1)) + order.shape[1] * groups
     return states.flatten(0, 1).index_select(0, place.view_as(completion)[mask]), mask.flatten().nonzero()[:, 0]
 
 
@@ -1038,9 +1048,10 @@ def _chosen_logprobs(head, states, targets, *, temperature):
     logits = head(states).float()
     logits = logits / temperature if temperature != 1 else logits
     log_normaliser = logits.logsumexp(-1)
-    with torch.no_grad():
+    chosen = logits.gather(-1, targets[:, None])[:, 0] - log_normaliser
+    with torch.no_grad():  # last, for here a recomputation stops: it has all that the gradient needs
         entropy = log_normaliser - (logits - log_normaliser[:, None]).exp_().mul_(logits).sum(-1)
-    return logits.gather(-1, targets[:, None])[:, 0] - log_normaliser, entropy
+    return chosen, entropy
 
 
 # %% ------------------------------------------------------------------------------------------------------ algorithms
@@ -1525,9 +1536,10 @@ def train_step(model, optimizer, batch: Rollout, config: Config, *, algorithm: A
 def micro_batches(lengths, prompt_tokens: int, teaches, *, budget: int):
     """Split a batch into passes of at most `budget` tokens, padding included, and at least one prompt.
 
-    lengths: (P, K) response lengths; prompt_tokens: what the prompt of a group takes; teaches: (P,) groups that have a gradient, which get passes of their own. Groups of like
-    length go together, and each pass is only as wide as its longest response. Yields (prompts, rows, width, with_gradient).
-    When few groups are without one, or all, every group runs with gradients: in the last case for the optimizer's momentum.
+    lengths: (P, K) response lengths; prompt_tokens: what the prompt of a group takes; teaches: (P,) groups that have a gradient,
+    which get passes of their own. Groups of like length go together, and each pass is only as wide as its longest response.
+    Yields (prompts, rows, width, with_gradient). When few groups are without a gradient, or all, every group runs with it: in the
+    last case for the optimizer's momentum.
     """
     longest, group = lengths.amax(1), lengths.shape[1]
     if not 0 < teaches.float().mean() < 0.75:
@@ -1810,16 +1822,20 @@ def evaluate(model, tokenizer, task: Task, config: Config) -> dict:
     """
     device, count = next(model.parameters()).device, config.eval_samples
     generator, before = torch.Generator(device).manual_seed(process_seed(config.seed + 1)), random_state()
-    sampled, greedy = [], []
     mine = task.evaluation[parallel.rank():: parallel.size()]
-    for first in range(0, len(mine), 64):
-        examples = mine[first: first + 64]
-        for rewards, part in ((sampled, dataclasses.replace(config, group_size=count)),
-                              (greedy, dataclasses.replace(config, group_size=1, temperature=0.0))):
-            rewards.append(collect(model, tokenizer, examples, part, version=0, generator=generator).rewards)
+
+    longest = encode_prompts(tokenizer, mine, device="cpu")[0].shape[1]
+    responses = config.prompts_per_step * config.group_size // parallel.size()
+
+    def answers(**how):  # no more at once than in training, so that memory which does for the one does for the other
+        part = dataclasses.replace(config, **how)
+        at_once = max(1, min(responses // part.group_size, config.micro_batch_tokens // longest))
+        rewards = [collect(model, tokenizer, mine[first: first + at_once], part, version=0, generator=generator).rewards
+                   for first in range(0, len(mine), at_once)]
+        return parallel.gather(torch.cat(rewards)).cpu().double()
+
+    sampled, greedy = answers(group_size=count), answers(group_size=1, temperature=0.0)[:, 0]
     restore_random(before)  # a reward may have drawn from the global generators
-    sampled, greedy = (parallel.gather(torch.cat(part)).cpu().double() for part in (sampled, greedy))
-    greedy = greedy[:, 0]
     metrics = {}
     for name, values in (("accuracy", sampled.mean(1)), ("greedy", greedy)):
         low, high = interval_95(values)
@@ -2014,7 +2030,8 @@ def load_checkpoint(out: pathlib.Path) -> dict | None:
     if not (found := checkpoints(out)):
         return None
     try:
-        return {**torch.load(found[-1] / "trainer.pt", weights_only=True, map_location="cpu"), "folder": str(found[-1])}
+        state = torch.load(found[-1] / "trainer.pt", weights_only=True, map_location="cpu", mmap=parallel.size() > 1)
+        return {**state, "folder": str(found[-1])}  # mapped, not read: of a large state a process needs its own part only
     except Exception as error:
         raise UserError(f"--resume: {found[-1]} is damaged ({one_line(error)})")
 

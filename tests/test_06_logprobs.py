@@ -271,6 +271,31 @@ def test_random_lengths_agree_with_one_row_at_a_time(models, monkeypatch):
         assert_equal_to_reference(logprobs, [c for c, _ in reference(models["llama"], responses=responses)], mask)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_common_beginnings_are_computed_once(models, kind):
+    """Six responses of two kinds of token: what several have in common runs once, and values and gradients stay what they are."""
+    generator = torch.Generator().manual_seed(2)
+    responses = [[torch.randint(20, 22, (int(n),), generator=generator).tolist()
+                  for n in torch.randint(1, 6, (6,), generator=generator)] for _ in PROMPTS]
+    responses[0][3:] = [responses[0][0], [20, 21], [20, 21, 20, 21, 20]]
+    prompt, prompt_mask, completion, mask = padded(responses=responses)
+    runs = []
+    hook = models[kind].base_model.register_forward_pre_hook(
+        lambda _module, _arguments, options: runs.append(options["input_ids"].shape), with_kwargs=True)
+    logprobs, _ = lm.token_logprobs(models[kind], prompt, completion, prompt_mask=prompt_mask, mask=mask, way="packed")
+    hook.remove()
+    distinct = [len({tuple(r[:n]) for r in group for n in range(1, len(r))}) for group in responses]  # beginnings that are run
+    assert runs == [(len(PROMPTS), max(len(p) + n for p, n in zip(PROMPTS, distinct)))]
+    assert sum(distinct) < 0.6 * sum(len(r) - 1 for group in responses for r in group)
+    expected = reference(models[kind], responses=responses)
+    assert_equal_to_reference(logprobs, [c for c, _ in expected], mask)
+    weights = torch.randn(completion.shape, generator=generator, dtype=torch.float64)
+    found = gradients(models[kind], (logprobs * weights).sum())
+    right = gradients(models[kind], sum((c * w[: len(c)]).sum() for (c, _), w in zip(expected, weights)))
+    for name in right:
+        assert (found[name] - right[name]).abs().max() / right[name].abs().max().clamp(min=1e-3) < 1e-5, name
+
+
 def test_short_groups_are_packed_and_long_ones_share_their_prompt(models, monkeypatch):
     called = []
     for name in ("packed_states", "shared_prompt_states", "whole_sequence_states"):
