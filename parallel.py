@@ -59,11 +59,12 @@ def wait() -> None:
 
 @contextlib.contextmanager
 def first_process_first():
-    """Rank 0 runs the block (and fills a cache), then the others."""
-    if rank() > 0:
+    """The first process of each machine runs the block (and fills that machine's cache), then the others."""
+    first = int(os.environ.get("LOCAL_RANK", rank())) == 0
+    if not first:
         wait()
     yield
-    if rank() == 0:
+    if first:
         wait()
 
 
@@ -180,8 +181,13 @@ def copy_weights(source, target) -> None:
 
 
 def optimizer_state(optimizer) -> dict:
-    """optimizer.state_dict() with whole tensors, on the CPU where they were sharded."""
-    return tree_map(lambda leaf: leaf.full_tensor().cpu() if isinstance(leaf, DTensor) else leaf, optimizer.state_dict())
+    """optimizer.state_dict(); what is sharded stands in one piece in the CPU's memory of rank 0, and is None elsewhere."""
+    def collect(leaf):
+        if not isinstance(leaf, DTensor):
+            return leaf
+        leaf = leaf.full_tensor()  # one at a time, and all processes take part
+        return leaf.cpu() if rank() == 0 else None
+    return tree_map(collect, optimizer.state_dict())
 
 
 def load_optimizer_state(optimizer, state: dict) -> None:

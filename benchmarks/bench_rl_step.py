@@ -6,7 +6,8 @@ batch. They take turns inside one process: a step of TRL's, ours on the same pro
 the machine does meets both. TRL's time runs from its on_step_begin to its on_step_end: generation, rewards, loss, backward,
 optimizer; loading the batch and logging are not in it. Ours is `training_batch` + `train_step`, all metrics included.
 
-The floor: operations of the step (harness.step_flops), divided by the rate of a large float32 matrix product in this same run.
+Two floors, measured in this same run: operations of the step (harness.step_flops) divided by the rate of one large float32 matrix
+product; and the time of the step's own matrix products, one after the other at their own sizes, with nothing between them.
 
 Run:  python benchmarks/bench_rl_step.py          about a minute on 2 idle cores; needs `pip install trl`
 """
@@ -17,7 +18,7 @@ import statistics
 import tempfile
 import time
 
-from harness import RESULTS, lm, machine, matrix_rate, quartiles, rollout_flops, save, table, torch
+from harness import RESULTS, lm, machine, matrix_rate, products_seconds, quartiles, rollout_flops, save, table, torch
 
 
 class OurTrainer:
@@ -38,6 +39,7 @@ class OurTrainer:
         ended = time.perf_counter()
         return {"seconds": ended - began, "collect": collected - began, "train": ended - collected,
                 "flops": sum(rollout_flops(self.model, batch).values()), "reward": batch.rewards.mean().item(),
+                "tokens": int(batch.prompt_mask.sum() + batch.mask.sum() - len(batch.mask)),  # the last of a response does not run
                 "length": batch.mask.sum(1).float().mean().item()}
 
 
@@ -58,8 +60,11 @@ def trl_config(config, *, steps: int, folder: str):
         dataloader_num_workers=0, dataloader_pin_memory=False)
 
 
-def interleave(config, *, warmup: int, steps: int) -> tuple[list, list]:
-    """Steps of ours and of TRL's in turn, on the same prompts: two lists of what each step measured, without the warm-up."""
+def interleave(config, *, warmup: int, steps: int) -> tuple:
+    """Steps of ours and of TRL's in turn, on the same prompts: two lists of what each step measured, without the warm-up.
+
+    The third result is the model that was trained.
+    """
     from datasets import Dataset
     from transformers import PrinterCallback, TrainerCallback
     from trl import GRPOTrainer
@@ -92,7 +97,7 @@ def interleave(config, *, warmup: int, steps: int) -> tuple[list, list]:
     for number, step in enumerate(theirs):
         asked = [e.terse for e in examples[number * count: (number + 1) * count] for _ in range(config.group_size)]
         assert step.pop("prompts") == asked, "TRL's step had other prompts than ours"
-    return mine[warmup:], theirs[warmup:]
+    return mine[warmup:], theirs[warmup:], ours.model
 
 
 def bench(*, steps: int, warmup: int, prompts: int, group_size: int, max_new_tokens: int, threads: int) -> dict:
@@ -100,8 +105,9 @@ def bench(*, steps: int, warmup: int, prompts: int, group_size: int, max_new_tok
     config = lm.Config(algorithm="grpo", prompts_per_step=prompts, group_size=group_size, max_new_tokens=max_new_tokens,
                        device="cpu", dtype="float32")
     rate_before = matrix_rate()
-    mine, theirs = interleave(config, warmup=warmup, steps=steps)
-    rate = statistics.median([rate_before, matrix_rate()])
+    mine, theirs, model = interleave(config, warmup=warmup, steps=steps)
+    rate, tokens = statistics.median([rate_before, matrix_rate()]), round(statistics.median(step["tokens"] for step in mine))
+    products = products_seconds(model, tokens=tokens, backward=False) + products_seconds(model, tokens=tokens, backward=True)
     ours_s, trl_s = ([step["seconds"] for step in side] for side in (mine, theirs))
     ratios, flops = [a / b for a, b in zip(ours_s, trl_s)], statistics.median(step["flops"] for step in mine)
     floor, median = flops / rate, statistics.median(ours_s)
@@ -113,7 +119,8 @@ def bench(*, steps: int, warmup: int, prompts: int, group_size: int, max_new_tok
             "ours_s": median, "ours_quartiles": quartiles(ours_s), "trl_s": statistics.median(trl_s), "trl_quartiles": quartiles(trl_s),
             "ratio": statistics.median(ratios), "ratio_quartiles": quartiles(ratios),
             "collect_s": statistics.median(step["collect"] for step in mine), "train_s": statistics.median(step["train"] for step in mine),
-            "flops": flops, "matrix_gflops": rate / 1e9, "floor_s": floor, "over_floor": median / floor,
+            "flops": flops, "matrix_gflops": rate / 1e9, "floor_s": floor, "over_floor": median / floor, "tokens": tokens,
+            "products_s": products, "over_products": median / products,
             "ours_reward": mean(mine, "reward"), "trl_reward": mean(theirs, "reward"),
             "ours_length": mean(mine, "length"), "trl_length": mean(theirs, "length")}
 
@@ -135,6 +142,8 @@ def main(argv=None) -> None:
     print(f"floor: {result['flops'] / 1e9:.2f} GFLOP at {result['matrix_gflops']:.0f} GFLOP/s = {result['floor_s'] * 1e3:.1f} ms; "
           f"our step takes {result['over_floor']:.2f} times that ({result['collect_s'] * 1e3:.0f} ms collecting, "
           f"{result['train_s'] * 1e3:.0f} ms training)")
+    print(f"its matrix products alone, at their own sizes: {result['products_s'] * 1e3:.1f} ms; our step takes "
+          f"{result['over_products']:.2f} times that")
     save("rl_step", result, out)
 
 

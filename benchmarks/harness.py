@@ -35,10 +35,10 @@ def forward_flops(model, *, tokens: int, pairs: int, logits: int) -> int:
 
 
 def step_flops(model, prompt_lengths, response_lengths) -> dict:
-    """The least work of one on-policy step, {"collect", "train"}: nothing twice, nothing for padding. (P,), (P, K) token counts.
+    """The work of one on-policy step, {"collect", "train"}, as token counts (P,), (P, K) give it: no padding, no prompt twice.
 
     A prompt runs once for its group. The last token of a response predicts nothing, so it does not run. A backward pass costs
-    twice its forward pass.
+    twice its forward pass. Each response counts in full; where responses begin alike, 06 does less than this.
     """
     prompt, response = prompt_lengths.long(), response_lengths.long()
     inputs = response - 1
@@ -59,6 +59,24 @@ def matrix_rate(device="cpu", *, size: int = 2048, dtype=None, repeats: int = 9)
     out = left @ right
     seconds = [timed(torch.matmul, left, right, out=out, device=device)[0] for _ in range(repeats)]
     return 2 * size**3 / statistics.median(seconds)
+
+
+def products_seconds(model, *, tokens: int, backward: bool, repeats: int = 9) -> float:
+    """Seconds of the linear layers' matrix products alone, at their own sizes, in the body of `model` on so many tokens at once.
+
+    backward: the two products of the backward pass, too. The median of some runs; what stands between the products is left out.
+    """
+    weights = [module.weight.detach() for module in model.base_model.modules() if isinstance(module, torch.nn.Linear)]
+    inputs, outputs = ([torch.randn(tokens, weight.shape[side]) for weight in weights] for side in (1, 0))
+
+    def products():
+        for weight, x, y in zip(weights, inputs, outputs):
+            torch.matmul(x, weight.T)
+            if backward:
+                torch.matmul(y, weight)
+                torch.matmul(y.T, x)
+
+    return statistics.median(timed(products)[0] for _ in range(repeats))
 
 
 # ---------------------------------------------------------------- time

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -55,6 +56,31 @@ def test_auto_is_plain_without_a_gpu(tiny_run):
     model, tokenizer = lm.load_model(str(tiny_run[0]), device="cpu")
     config = lm.Config(model=str(tiny_run[0]), task=str(tiny_run[1]), max_new_tokens=2)
     assert lm.working_engine(model, tokenizer, lm.load_task(config), config).engine == "plain"
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_auto_on_a_gpu_is_paged_if_that_passes_the_check_and_plain_if_not(monkeypatch, capsys, works):
+    checked, attention = [], []
+
+    def check(model, tokenizer, task, config):
+        checked.append(config.engine)
+        if config.engine == "paged" and not works:
+            raise RuntimeError("no kernel\nfor this device")
+
+    class OnGpu:
+        config = SimpleNamespace(_attn_implementation="sdpa")
+        set_attn_implementation = attention.append
+
+        def parameters(self):
+            return iter([SimpleNamespace(device=torch.device("cuda"))])
+
+    monkeypatch.setattr(lm, "self_check", check)
+    chosen = lm.working_engine(OnGpu(), None, None, lm.Config()).engine
+    if works:
+        assert chosen == "paged" and checked == ["paged"] and not attention
+    else:
+        assert chosen == "plain" and checked == ["paged", "plain"] and attention == ["sdpa"]
+        assert "no kernel for this device" in capsys.readouterr().out
 
 
 def test_lost_responses_are_an_error(monkeypatch, prompts):

@@ -4,6 +4,9 @@ The processes are real (torchrun, gloo). This file is also what they run: `torch
 they find into FOLDER; the tests compare it with one process on the joined batch.
 """
 
+import copy
+import dataclasses
+import functools
 import importlib
 import json
 import os
@@ -18,7 +21,8 @@ lm = importlib.import_module("06_full_llm_training")
 parallel = importlib.import_module("parallel")
 
 P, K, L, T, V = 4, 4, 3, 6, 40  # prompts of the whole batch, responses to each, and the widths
-ROWS = ("grpo", "gmpo", "dr-grpo", "reinforce-plus-plus", "red-drop", "rep-opmd", "ep-grpo", "aepo")
+ROWS = ("grpo", "gmpo", "dr-grpo", "reinforce-plus-plus", "red-drop", "rep-opmd", "ep-grpo", "icpo", "aepo")
+CLIPPED = {"max_grad_norm": 0.05}  # below the norms of this batch
 BUDGET = 30  # tokens in a pass: one long group, or two short ones
 
 
@@ -31,7 +35,7 @@ def joined_batch() -> lm.Rollout:
     old = (-torch.rand(P * K, T, generator=generator) * 4).masked_fill(~mask, 0)
     rewards = torch.tensor([[1.0, 0, 0, 1], [0, 0, 1, 0], [1, 1, 1, 0], [0, 1, 0, 0]])
     return lm.Rollout(torch.randint(3, V, (P, L), generator=generator), torch.ones(P, L, dtype=torch.bool), tokens, mask, old,
-                      rewards, mask.all(1), 0, [])
+                      rewards, mask.all(1), 0, [], hinted=torch.arange(P * K) % K == K - 1)
 
 
 def share(batch, rank: int, size: int):
@@ -39,15 +43,23 @@ def share(batch, rank: int, size: int):
     rows = slice(rank * P * K // size, (rank + 1) * P * K // size)
     part = slice(rank * P // size, (rank + 1) * P // size)
     return lm.Rollout(batch.prompt[part], batch.prompt_mask[part], batch.tokens[rows], batch.mask[rows], batch.old_logprobs[rows],
-                      batch.rewards[part], batch.truncated[rows], 0, [])
+                      batch.rewards[part], batch.truncated[rows], 0, [], hinted=batch.hinted[rows])
 
 
-def one_step(row: str, batch, *, shard: bool = False):
+@functools.wraps(lm.token_logprobs)
+def logprobs_in_small_chunks(*arguments, **options):
+    return lm.token_logprobs(*arguments, chunk_size=3, **options)
+
+
+def one_step(row: str, batch, *, shard: bool = False, method=lm.token_logprobs, **flags):
     """(metrics, gradients, weights) of one training step from a fixed model."""
     model = build_model("qwen2", vocab_size=V)
     if shard:
-        parallel.shard(model, lm.token_logprobs)
-    config = lm.Config(algorithm=row, prompts_per_step=P, group_size=K, max_new_tokens=T, micro_batch_tokens=BUDGET, max_grad_norm=1e9)
+        parallel.shard(model, method)
+    flags = {"max_grad_norm": 1e9, **flags}
+    config = lm.Config(algorithm=row, prompts_per_step=P, group_size=K, max_new_tokens=T, micro_batch_tokens=BUDGET, **flags)
+    if row != "icpo":
+        batch = dataclasses.replace(batch, hinted=None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
     def sample(model, prompt, prompt_mask, **options):  # AEPO's second batch: the same for one process as for two
@@ -58,6 +70,18 @@ def one_step(row: str, batch, *, shard: bool = False):
                             generator=torch.Generator().manual_seed(1))
     whole = {name: parallel.whole(p.grad).clone() for name, p in model.named_parameters()}
     return metrics, whole, {name: parallel.whole(p.detach()).clone() for name, p in model.named_parameters()}
+
+
+def optimizer_state(*, shard: bool) -> dict:
+    """AdamW's state after one step on the sum of all weights."""
+    model = build_model("qwen2", vocab_size=V)
+    if shard:
+        parallel.shard(model, lm.token_logprobs)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for i, parameter in enumerate(model.parameters()):
+        parameter.grad = parameter.detach() * (i + 1)
+    optimizer.step()
+    return parallel.optimizer_state(optimizer)
 
 
 def process(folder: str) -> None:
@@ -79,10 +103,21 @@ def process(folder: str) -> None:
         found[row] = one_step(row, share(joined_batch(), rank, 2))
         if row != "aepo":
             found[f"{row}, sharded"] = one_step(row, share(joined_batch(), rank, 2), shard=True)
+    for shard in (False, True):
+        found[f"clipped {shard}"] = one_step("grpo", share(joined_batch(), rank, 2), shard=shard, method=logprobs_in_small_chunks,
+                                             **CLIPPED)
+    found["optimizer"] = optimizer_state(shard=True)
 
     tokenizer = build_digit_tokenizer()
     model = build_model("qwen2", vocab_size=len(tokenizer), eos_token_id=1, pad_token_id=0)
     task = lm.Task("t", [lm.Example(f"{i:b}", "1", f"{i:b}") for i in range(8)], [])
+    for row in ("dapo", "icpo"):  # each process refills, or hints, for itself, as often as its own groups need it
+        config = lm.Config(algorithm=row, prompts_per_step=P, group_size=K, max_new_tokens=T, refills=2)
+        trained, drawn = copy.deepcopy(model), torch.Generator().manual_seed(lm.process_seed(0))
+        batch = lm.training_batch(trained, tokenizer, task, 1, config, row=lm.find_algorithm(row), version=0, generator=drawn)
+        optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2)
+        metrics = lm.train_step(trained, optimizer, batch, config, algorithm=lm.find_algorithm(row), generator=None)
+        found[f"{row}, sampled"] = metrics, batch.rewards, trained.state_dict()
     config = lm.Config(prompts_per_step=P, group_size=K, max_new_tokens=T)
     sampling = torch.Generator().manual_seed(lm.process_seed(0))
     batch = lm.training_batch(model, tokenizer, task, 1, config, row=lm.find_algorithm("grpo"), version=0, generator=sampling)
@@ -134,6 +169,39 @@ def test_two_processes_are_one_on_the_joined_batch(found, row, way):
             assert torch.allclose(two_gradients[name], gradients[name], atol=2e-5, rtol=1e-3), name
             assert torch.equal(two_weights[name], found[0][f"{row}{way}"][2][name])
     assert any(gradient.abs().max() > 1e-3 for gradient in gradients.values())
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_the_whole_gradients_norm_is_clipped(found, shard):
+    """Not that of a process's own gradients or shards; here the head runs in chunks, too."""
+    metrics, gradients, weights = one_step("grpo", joined_batch(), **CLIPPED)
+    assert metrics["grad_norm"] > 2 * CLIPPED["max_grad_norm"]
+    for rank in found:
+        two_metrics, two_gradients, two_weights = rank[f"clipped {shard}"]
+        assert two_metrics == pytest.approx(metrics, rel=2e-4, abs=2e-5)
+        norm = torch.cat([gradient.flatten() for gradient in two_gradients.values()]).norm().item()
+        assert norm == pytest.approx(CLIPPED["max_grad_norm"], rel=1e-3)
+        for name in gradients:
+            assert torch.allclose(two_gradients[name], gradients[name], atol=1e-6, rtol=1e-3), name
+
+
+def test_only_rank_0_holds_the_whole_optimizer_state(found):
+    expected = optimizer_state(shard=False)["state"]
+    first, second = (rank["optimizer"]["state"] for rank in found)
+    for i, state in expected.items():
+        assert torch.allclose(first[i]["exp_avg"], state["exp_avg"]) and torch.allclose(first[i]["exp_avg_sq"], state["exp_avg_sq"])
+        assert first[i]["step"] == second[i]["step"] == 1
+        assert second[i]["exp_avg"] is None and second[i]["exp_avg_sq"] is None
+
+
+@pytest.mark.parametrize("row", ["dapo", "icpo"])
+def test_rows_that_sample_more_keep_the_processes_equal(found, row):
+    """A process may replace groups more often than the other; batches differ, the update and what is reported do not."""
+    (metrics, rewards, weights), (other_metrics, other_rewards, other_weights) = (rank[f"{row}, sampled"] for rank in found)
+    assert metrics == other_metrics and metrics["grad_norm"] > 0
+    assert rewards.shape == other_rewards.shape == (P // 2, K)
+    assert metrics["reward"] == pytest.approx(torch.cat([rewards, other_rewards]).mean().item())
+    assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
 
 
 def test_the_mean_of_the_processes_means_would_be_another_number():
