@@ -564,7 +564,7 @@ def make_built_in_model(digits: int, recipe: dict, *, device="cpu"):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        progress.set_postfix(loss=f"{loss.item():.3f}")
+        progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
     return model, tokenizer
 
 
@@ -996,9 +996,10 @@ def packable(model) -> bool:
 
 
 def packed_states(model, prompt, prompt_mask, completion, mask):
-    """The same, in one pass without padding and with nothing computed twice: a prompt and its group stand in one row, and what
-    several responses have in common at their beginning stands there once, as when they were sampled. Such a row is a tree, and a
-    mask lets each token see its ancestors. Attention is computed for all pairs in a row, which is cheap for short rows only.
+    """The same, in one pass with hardly any padding and nothing computed twice: a prompt and its group stand in one row, and what
+    several responses have in common at their beginning stands there once, as when they were sampled. So a group is a tree, and a
+    mask lets each token see its ancestors. Two groups share a row, the longest with the shortest, which evens out the rows.
+    Attention is computed for all pairs in a row, which is cheap for short rows only.
     """
     (count, length), width, device = prompt.shape, completion.shape[1], prompt.device
     group, columns = len(completion) // count, torch.arange(width, device=device)
@@ -1007,23 +1008,30 @@ def packed_states(model, prompt, prompt_mask, completion, mask):
     # first[p, k, t]: the first response of group p whose tokens up to column t are those of response k.
     known = tokens.where(inputs, -1)
     first = (known[:, :, None] == known[:, None]).byte().cumprod(-1).argmax(2)
-    used = inputs & (first == torch.arange(group, device=device)[:, None])
-    # Slots: the prompt's L, then T for each response; packing keeps those in use, in their order.
-    slots = torch.cat([prompt_mask, used.flatten(1)], 1)
-    order = slots.byte().argsort(dim=1, descending=True, stable=True)[:, : int(slots.sum(1).max())]
-    of_prompt, response, column = order < length, (order - length).clamp(min=0) // width, (order - length) % width
+    # A group's slots: the prompt's L, then T for each response. used: those of real tokens, each beginning once.
+    used = torch.cat([prompt_mask, (inputs & (first == torch.arange(group, device=device)[:, None])).flatten(1)], 1)
     position = (prompt_mask.long().cumsum(1) - 1).clamp(min=0)
-    position = torch.cat([position, (position[:, -1:] + 1 + columns).repeat(1, group)], 1).gather(1, order)
-    groups = torch.arange(count, device=device)[:, None]
-    beginning = first[groups[:, :, None], response[:, :, None], column[:, None]]  # of the row's response, up to the seen column
-    sees = (of_prompt[:, None] | (beginning == response[:, None])).tril()
-    states = model.base_model(input_ids=torch.cat([prompt, tokens.flatten(1)], 1).gather(1, order), attention_mask=sees[:, None],
-                              position_ids=position, use_cache=False).last_hidden_state
+    position = torch.cat([position, (position[:, -1:] + 1 + columns).repeat(1, group)], 1)
+    # Rows: the slots of two groups, of which packing keeps the used ones, in their order. An odd group out stands alone.
+    by_size, rows = used.sum(1).argsort(), (count + 1) // 2
+    pair = torch.stack([by_size[:rows], by_size.flip(0)[:rows]], 1)
+    kept = used[pair]
+    kept[:, 1] &= (pair[:, 0] != pair[:, 1])[:, None]
+    kept = kept.flatten(1)
+    order = kept.byte().argsort(dim=1, descending=True, stable=True)[:, : int(kept.sum(1).max())]
+    kept, owner, slot = kept.gather(1, order), pair.gather(1, order // used.shape[1]), order % used.shape[1]
+    response, column = (slot - length).clamp(min=0) // width, (slot - length) % width
+    beginning = first[owner[:, :, None], response[:, :, None], column[:, None]]  # of the row's response, up to the seen column
+    sees = (owner[:, :, None] == owner[:, None]) & ((slot < length)[:, None] | (beginning == response[:, None]))
+    sees = sees.tril() | torch.eye(order.shape[1], dtype=torch.bool, device=device)
+    states = model.base_model(input_ids=torch.cat([prompt, tokens.flatten(1)], 1)[owner, slot], attention_mask=sees[:, None],
+                              position_ids=position[owner, slot], use_cache=False).last_hidden_state
     # Token t > 0 of a response is predicted by the slot where its beginning up to t − 1 ends; token 0 by the prompt's last slot.
     predictor = torch.cat([torch.full_like(first[..., :1], length - 1), (length + first * width + columns)[..., :-1]], -1)
-    packed = torch.zeros_like(slots, dtype=torch.long).scatter(1, order, torch.arange(order.shape[1], device=device).expand_as(order))
-    place = packed.gather(1, predictor.flatten(1)) + order.shape[1] * groups
-    return states.flatten(0, 1).index_select(0, place.view_as(completion)[mask]), mask.flatten().nonzero()[:, 0]
+    place = torch.zeros_like(used, dtype=torch.long)
+    place[owner[kept], slot[kept]] = kept.flatten().nonzero()[:, 0]
+    place = place.gather(1, predictor.flatten(1)).view_as(completion)[mask]
+    return states.flatten(0, 1).index_select(0, place), mask.flatten().nonzero()[:, 0]
 
 
 def column_blocks(mask, *, worthwhile: int = 512):
@@ -1729,7 +1737,7 @@ def train(config: Config) -> dict:
                 if step % config.save_every == 0 or step == config.steps or signals:
                     save(step)
             progress.set_postfix(reward=f"{metrics['reward']:.2f}", stale=metrics["staleness"],
-                                 clip=f"{metrics['clip_fraction']:.3f}")
+                                 clip=f"{metrics['clip_fraction']:.3f}", refresh=False)
             if abs(metrics["loss"]) < 0.01 < metrics["grad_norm"] and not explained:
                 explained = True
                 progress.write(f"step {step}: loss ≈ 0 ({metrics['loss']:.4f}) and gradient norm > 0 ({metrics['grad_norm']:.2f}) is "

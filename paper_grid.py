@@ -202,8 +202,10 @@ def final(grid: list, row: str, setting: str):
 
 
 def mean_interval(values, *, resamples: int = 10_000) -> tuple:
-    """(mean, low, high): the mean over seeds and its 95 % bootstrap interval, with a fixed generator."""
+    """(mean, low, high): the mean over seeds and its 95 % bootstrap interval, with a fixed generator. One seed says nothing of others."""
     values = np.asarray(values, dtype=float)
+    if len(values) < 2:
+        return float(values.mean()), -np.inf, np.inf
     pick = np.random.default_rng(0).integers(len(values), size=(resamples, len(values)))
     low, high = np.percentile(values[pick].mean(1), (2.5, 97.5))
     return float(values.mean()), float(low), float(high)

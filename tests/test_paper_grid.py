@@ -39,6 +39,12 @@ def test_bootstrap_interval_matches_enumeration_of_all_resamples():
     assert high == pytest.approx(np.quantile(every, 0.975, method="inverted_cdf"))
 
 
+def test_one_seed_resolves_nothing():
+    grid = synthetic({("a", "s"): [(0.4, 0.9)], ("b", "s"): [(0.4, 0.1)]})
+    result = paper_grid.compare_rows(grid, "a", "b", "s", "better")
+    assert result["mean"] == pytest.approx(0.8) and result["verdict"] == "not resolved"
+
+
 def test_rows_are_compared_seed_by_seed():
     # Seeds differ by far more than the rows do: only the paired difference resolves it.
     grid = synthetic({("a", "s"): [(0.4, 0.40), (0.4, 0.60), (0.4, 0.80)], ("b", "s"): [(0.4, 0.35), (0.4, 0.55), (0.4, 0.75)]})
