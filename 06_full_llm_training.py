@@ -1055,11 +1055,30 @@ def column_blocks(mask, *, worthwhile: int = 512):
 def _chosen_logprobs(head, states, targets, *, temperature):
     logits = head(states).float()
     logits = logits / temperature if temperature != 1 else logits
-    log_normaliser = logits.logsumexp(-1)
-    chosen = logits.gather(-1, targets[:, None])[:, 0] - log_normaliser
+    chosen, log_normaliser = LogSoftmaxAt.apply(logits, targets)
     with torch.no_grad():  # last, for here a recomputation stops: it has all that the gradient needs
         entropy = log_normaliser - (logits - log_normaliser[:, None]).exp_().mul_(logits).sum(-1)
     return chosen, entropy
+
+
+class LogSoftmaxAt(torch.autograd.Function):
+    """log softmax(logits) at one token of each row, and the log-normaliser without a gradient: (N, V), (N,) → (N,), (N,).
+
+    Its gradient, onehot − softmax, takes one more array of the logits' size; put together by autograd it would take several.
+    """
+
+    @staticmethod
+    def forward(ctx, logits, targets):
+        log_normaliser = logits.logsumexp(-1)
+        ctx.save_for_backward(logits, targets, log_normaliser)
+        ctx.mark_non_differentiable(log_normaliser)
+        return logits.gather(-1, targets[:, None])[:, 0] - log_normaliser, log_normaliser
+
+    @staticmethod
+    def backward(ctx, gradient, _):
+        logits, targets, log_normaliser = ctx.saved_tensors
+        spread = (logits - log_normaliser[:, None]).exp_().mul_(-gradient[:, None])
+        return spread.scatter_add_(1, targets[:, None], gradient[:, None]), None
 
 
 # %% ------------------------------------------------------------------------------------------------------ algorithms
