@@ -2,7 +2,7 @@
 """Fine-tune a causal language model with any row of the group-relative REINFORCE family, on data as stale as you like.
 
 Claim (arXiv 2509.24203): group-relative REINFORCE never needed on-policy data. What breaks on stale data is an *unregularised*
-step; clipping repairs it, and importance sampling is not what does the repairing. A real transformer shows it in two minutes.
+step; clipping repairs it, with importance sampling or without. A real transformer shows it in two minutes.
 
 Every algorithm in this file is one row of one equation, summed over responses i and their tokens t:
 
@@ -482,10 +482,11 @@ def built_in_model(digits: int, cache_dir, *, name: str = "tiny", device="cpu") 
     """The folder of a built-in base model; made by supervised training on first use, then kept in `cache_dir`."""
     key = hashlib.sha256(json.dumps(BUILT_IN[name], sort_keys=True).encode()).hexdigest()[:10]
     folder = pathlib.Path(cache_dir) / f"{name}-{digits}-digits-{key}"
-    if not folder.exists():
+    if not (folder / "config.json").exists():
+        require(parallel.rank() == 0, f"there is no built-in model in {folder}; rank 0 makes it, in a --cache-dir that all machines see")
         folder.parent.mkdir(parents=True, exist_ok=True)
         model, tokenizer = make_built_in_model(digits, BUILT_IN[name], device=device)
-        if not folder.exists():  # another process may have been quicker, with the same model
+        if not (folder / "config.json").exists():  # another process may have been quicker, with the same model
             replace_folder(folder, lambda scratch: (model.save_pretrained(scratch), tokenizer.save_pretrained(scratch)))
     return folder
 
@@ -1680,7 +1681,7 @@ def train(config: Config) -> dict:
         mine = {"queue": [parallel.move(dataclasses.asdict(batch), "cpu") for batch in queue],
                 "random": random_state(sampling, dropping)}
         saved = {"version": version, "optimizer": parallel.optimizer_state(optimizer), "processes": parallel.gather_objects(mine),
-                 "sampler": parallel.move(sampler.state_dict(), "cpu") if copied else None}
+                 "sampler": parallel.move(sampler.state_dict(), "cpu") if copied and main_process else None}
         policy = whole_policy()
         if main_process:
             save_checkpoint(out, step, policy, tokenizer, saved)
@@ -1849,20 +1850,16 @@ def evaluate(model, tokenizer, task: Task, config: Config) -> dict:
     """
     device, count = next(model.parameters()).device, config.eval_samples
     generator, before = torch.Generator(device).manual_seed(process_seed(config.seed + 1)), random_state()
+    sampled, greedy = [], []
     mine = task.evaluation[parallel.rank():: parallel.size()]
-
-    longest = encode_prompts(tokenizer, mine, device="cpu")[0].shape[1]
-    responses = config.prompts_per_step * config.group_size // parallel.size()
-
-    def answers(**how):  # no more at once than in training, so that memory which does for the one does for the other
-        part = dataclasses.replace(config, **how)
-        at_once = max(1, min(responses // part.group_size, config.micro_batch_tokens // longest))
-        rewards = [collect(model, tokenizer, mine[first: first + at_once], part, version=0, generator=generator).rewards
-                   for first in range(0, len(mine), at_once)]
-        return parallel.gather(torch.cat(rewards)).cpu().double()
-
-    sampled, greedy = answers(group_size=count), answers(group_size=1, temperature=0.0)[:, 0]
+    for first in range(0, len(mine), 64):
+        examples = mine[first: first + 64]
+        for rewards, part in ((sampled, dataclasses.replace(config, group_size=count)),
+                              (greedy, dataclasses.replace(config, group_size=1, temperature=0.0))):
+            rewards.append(collect(model, tokenizer, examples, part, version=0, generator=generator).rewards)
     restore_random(before)  # a reward may have drawn from the global generators
+    sampled, greedy = (parallel.gather(torch.cat(part)).cpu().double() for part in (sampled, greedy))
+    greedy = greedy[:, 0]
     metrics = {}
     for name, values in (("accuracy", sampled.mean(1)), ("greedy", greedy)):
         low, high = interval_95(values)
@@ -2058,7 +2055,7 @@ def load_checkpoint(out: pathlib.Path) -> dict | None:
         return None
     try:
         state = torch.load(found[-1] / "trainer.pt", weights_only=True, map_location="cpu", mmap=parallel.size() > 1)
-        return {**state, "folder": str(found[-1])}  # mapped, not read: of a large state a process needs its own part only
+        return {**state, "folder": str(found[-1])}  # several processes map the file: of a sharded state each needs its own part only
     except Exception as error:
         raise UserError(f"--resume: {found[-1]} is damaged ({one_line(error)})")
 

@@ -59,12 +59,11 @@ def wait() -> None:
 
 @contextlib.contextmanager
 def first_process_first():
-    """The first process of each machine runs the block (and fills that machine's cache), then the others."""
-    first = int(os.environ.get("LOCAL_RANK", rank())) == 0
-    if not first:
+    """Rank 0 runs the block (and fills a cache, which all machines must see), then the others."""
+    if rank() > 0:
         wait()
     yield
-    if first:
+    if rank() == 0:
         wait()
 
 

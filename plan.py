@@ -138,7 +138,8 @@ def memory(config, shape, setting: Setting, *, whole_batch: bool = False) -> dic
     if own:
         parts[f"the sampler's own weights, {'bfloat16' if own_width == 2 else 'float32'}"] = shape.parameters * own_width
 
-    rows = max(prompts * group, config.eval_samples)  # an evaluation samples no more at once, but one question's answers together
+    questions = min(64, math.ceil(config.eval_questions / setting.processes))  # of an evaluation that are asked at a time
+    rows = max(prompts * group, questions * config.eval_samples)
     position = rows * (length + new) * shape.keys
     key_width = FLOAT if shape.gated and own_width == FLOAT else width  # RoPE makes keys as wide as the weights
     cache = shape.layers * position * (key_width + width)
@@ -193,13 +194,14 @@ def remedies(config, setting: Setting):
 
     shortest = min(config.micro_batch_tokens, setting.length + config.group_size * config.max_new_tokens)
     devices = [n for n in (2, 4, 8, 16, 32, 64) if n > setting.processes and config.prompts_per_step % n == 0]
-    thrifty = replace(config, micro_batch_tokens=shortest, gradient_checkpointing=True)
+    thrifty = replace(config, micro_batch_tokens=shortest, gradient_checkpointing=True, eval_samples=1)
     yield "--micro-batch-tokens", [*halved("micro_batch_tokens", shortest)]
     yield "--gradient-checkpointing", [("", replace(config, gradient_checkpointing=True), setting)]
     yield "--engine paged", [("", replace(config, engine="paged"), setting)] if setting.cuda else []
-    yield f"--micro-batch-tokens {shortest} --gradient-checkpointing", [("", thrifty, setting)]
+    yield "--eval-samples", [*halved("eval_samples", 1)]
+    yield f"--micro-batch-tokens {shortest} --gradient-checkpointing --eval-samples 1", [("", thrifty, setting)]
     yield "--shard, devices:", [(n, replace(config, shard=True), replace(setting, processes=n)) for n in devices]
-    yield (f"--micro-batch-tokens {shortest} --gradient-checkpointing --shard, devices:",
+    yield (f"--micro-batch-tokens {shortest} --gradient-checkpointing --eval-samples 1 --shard, devices:",
            [(n, replace(thrifty, shard=True), replace(setting, processes=n)) for n in devices])
     yield "another experiment, --prompts-per-step", [*halved("prompts_per_step", 1)]
     yield "another experiment, --max-new-tokens", [*halved("max_new_tokens", 1)]

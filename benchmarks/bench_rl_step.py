@@ -6,8 +6,9 @@ batch. They take turns inside one process: a step of TRL's, ours on the same pro
 the machine does meets both. TRL's time runs from its on_step_begin to its on_step_end: generation, rewards, loss, backward,
 optimizer; loading the batch and logging are not in it. Ours is `training_batch` + `train_step`, all metrics included.
 
-Two floors, measured in this same run: operations of the step (harness.step_flops) divided by the rate of one large float32 matrix
-product; and the time of the step's own matrix products, one after the other at their own sizes, with nothing between them.
+Two yardsticks, measured in this same run: operations of the step as they are usually counted (harness.step_flops) divided by the
+rate of one large float32 matrix product; and the time of the layers' matrix products on the step's tokens, once forward for
+sampling, once forward and backward for training, with nothing between them.
 
 Run:  python benchmarks/bench_rl_step.py          about a minute on 2 idle cores; needs `pip install trl`
 """
@@ -142,7 +143,7 @@ def main(argv=None) -> None:
     print(f"floor: {result['flops'] / 1e9:.2f} GFLOP at {result['matrix_gflops']:.0f} GFLOP/s = {result['floor_s'] * 1e3:.1f} ms; "
           f"our step takes {result['over_floor']:.2f} times that ({result['collect_s'] * 1e3:.0f} ms collecting, "
           f"{result['train_s'] * 1e3:.0f} ms training)")
-    print(f"its matrix products alone, at their own sizes: {result['products_s'] * 1e3:.1f} ms; our step takes "
+    print(f"the layers' matrix products alone: {result['products_s'] * 1e3:.1f} ms; our step takes "
           f"{result['over_products']:.2f} times that")
     save("rl_step", result, out)
 

@@ -62,9 +62,10 @@ def matrix_rate(device="cpu", *, size: int = 2048, dtype=None, repeats: int = 9)
 
 
 def products_seconds(model, *, tokens: int, backward: bool, repeats: int = 9) -> float:
-    """Seconds of the linear layers' matrix products alone, at their own sizes, in the body of `model` on so many tokens at once.
+    """Seconds of the matrix products of the linear layers in the body of `model`, one after the other, on so many tokens at once.
 
-    backward: the two products of the backward pass, too. The median of some runs; what stands between the products is left out.
+    backward: the two products of the backward pass, too. The median of some runs; attention, the head, and all that stands
+    between the products are left out.
     """
     weights = [module.weight.detach() for module in model.base_model.modules() if isinstance(module, torch.nn.Linear)]
     inputs, outputs = ([torch.randn(tokens, weight.shape[side]) for weight in weights] for side in (1, 0))

@@ -51,6 +51,14 @@ def test_attention_counts_the_pairs_under_the_causal_mask():
     assert total == harness.forward_flops(model, tokens=3, pairs=0, logits=3) + 6 * one
 
 
+def test_the_products_of_the_layers_are_all_timed():
+    """2 operations per weight and token forward, and 4 more backward."""
+    model = build_model("qwen2", vocab_size=50)
+    weights = sum(m.weight.numel() for m in model.base_model.modules() if isinstance(m, torch.nn.Linear))
+    for backward, times in ((False, 2), (True, 6)):
+        assert matrix_flops(lambda: harness.products_seconds(model, tokens=7, backward=backward, repeats=1)) == times * weights * 7
+
+
 def test_the_growth_exponent_of_a_power_law():
     scaling = importlib.import_module("bench_scaling")
     sizes = (2, 4, 8, 16, 32)
@@ -116,6 +124,7 @@ def test_our_side_of_the_step_benchmark_is_a_step_of_the_trainer(tiny_run):
     before = [p.detach().clone() for p in model.parameters()]
     step = bench.OurTrainer(config, model, tokenizer, lm.load_task(config)).step(1)
     assert step["seconds"] == pytest.approx(step["collect"] + step["train"]) and step["flops"] > 0 and 0 <= step["reward"] <= 1
+    assert 2 <= step["tokens"] <= 2 * 8 + 2 * 3  # two prompts, and of each response all but the last token
     assert any(not torch.equal(p, q) for p, q in zip(model.parameters(), before)) or step["reward"] in (0, 1)
 
 

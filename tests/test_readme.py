@@ -56,3 +56,18 @@ def test_the_speeds_are_those_of_the_committed_measurement():
     assert f"| this project | {1e3 * result['ours_s']:.0f} ms | {1e3 * result['collect_s']:.0f} ms" in readme
     assert f"everything optional off | {1e3 * result['trl_s']:.0f} ms |" in readme
     assert f"| {1e3 * result['floor_s']:.0f} ms | a step takes {result['over_floor']:.1f} times that" in readme
+    assert f"| {1e3 * result['products_s']:.0f} ms | a step takes {result['over_products']:.1f} times that" in readme
+
+
+def test_growth_and_memory_are_those_of_the_committed_measurements():
+    results, words = ROOT / "benchmarks" / "results", " ".join(README.split())
+    growth = json.loads((results / "scaling.json").read_text(encoding="utf-8"))["quantities"]
+    for name, quantity in (("group size", "group_size"), ("response", "response_length"), ("prompt", "prompt_length"), ("vocabulary", "vocabulary")):
+        exponents = " and ".join(f"{growth[quantity][part]['exponent']:.1f}" for part in ("collect", "train"))
+        assert f"{name} {exponents}" in words, name
+    memory = json.loads((results / "logprobs.json").read_text(encoding="utf-8"))
+    ours, plain = memory["ways"]["ours"], memory["ways"]["plain"]
+    assert f"{memory['batch']} × {memory['length']} tokens" in words and ours["peak_in_copies"] < 1 / 8
+    assert f"take {ours['extra_peak_bytes'] / 1e9:.2f} GB beyond the model" in words
+    assert f"{plain['extra_peak_bytes'] / 1e9:.1f} GB for a plain log-softmax" in words
+    assert f"in {ours['ratio_to_plain']:.2f} times the plain one's time" in words
