@@ -86,3 +86,17 @@ def test_what_a_built_in_model_cannot_do_is_refused_in_one_line(capsys, flags, w
         lm.main(flags)
     error = capsys.readouterr().err
     assert stop.value.code == 2 and words in error and error.count("\n") == 1
+
+
+def test_a_folder_without_a_model_is_filled_again_and_by_rank_0_only(tiny_run, tmp_path, monkeypatch):
+    """In a run of several processes save_pretrained writes on rank 0 alone; what another left would be half a model for good."""
+    made = lm.load_model(str(tiny_run[0]), device="cpu")
+    monkeypatch.setattr(lm, "make_built_in_model", lambda *_, **__: made)
+    folder = lm.built_in_model(1, tmp_path)
+    assert (folder / "model.safetensors").exists()
+    (folder / "config.json").unlink()
+    assert (lm.built_in_model(1, tmp_path) / "config.json").exists()
+    (folder / "config.json").unlink()
+    monkeypatch.setattr(lm.parallel, "rank", lambda: 1)
+    with pytest.raises(lm.UserError, match="rank 0 makes it"):
+        lm.built_in_model(1, tmp_path)
