@@ -4,7 +4,6 @@ import dataclasses
 import importlib
 import json
 import subprocess
-import sys
 import re
 import sys
 import types
