@@ -46,31 +46,36 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def say(text: str) -> None:
+def own_seed(seed: int) -> int:
+    """The seed of this process's sampling stream: with a common one all processes would sample the same responses."""
+    return seed + 1_000_003 * rank()
+
+
+def print_rank0(text: str) -> None:
     if rank() == 0:
         print(text)
 
 
-def wait() -> None:
+def barrier() -> None:
     """Until every process is here."""
     if size() > 1:
         dist.barrier()
 
 
 @contextlib.contextmanager
-def first_process_first():
+def main_process_first():
     """Rank 0 runs the block (and fills a cache, which all machines must see), then the others."""
     if rank() > 0:
-        wait()
+        barrier()
     yield
     if rank() == 0:
-        wait()
+        barrier()
 
 
 # %% Numbers
 
 
-def add_up(tensor):
+def all_reduce_sum(tensor):
     """The sum over the processes, on each of them."""
     if size() == 1:
         return tensor
@@ -114,6 +119,13 @@ def move(tree, device):
     return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
+def in_step(parts: list, *, sharded: bool):
+    """(part, counts) for each pass of a step. Sharded processes gather each other's weights in every pass, so one that is done
+    repeats passes that count nothing until all are."""
+    for number in range(largest(len(parts)) if sharded else len(parts)):
+        yield parts[number % len(parts)], float(number < len(parts))
+
+
 # %% Replicas: every process holds the whole model
 
 
@@ -135,8 +147,8 @@ def add_gradients(parameters, *, bucket: int = 2**25) -> None:
 # %% Shards: every process holds a part of each weight, and of all that comes with it (FSDP2)
 
 
-def shard(model, method, *, compute_dtype=None) -> None:
-    """Split the weights over the processes, in place. model.<name of method> then runs `method` with whole weights.
+def shard(model, token_logprobs, *, compute_dtype=None) -> None:
+    """Split the weights over the processes, in place. model.token_logprobs(…) then runs token_logprobs with whole weights.
 
     A block's weights are gathered when it runs and dropped again behind it. FSDP averages gradients: multiply the loss by size().
     """
@@ -148,12 +160,12 @@ def shard(model, method, *, compute_dtype=None) -> None:
     blocks = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
     for module in [*blocks, model]:
         fully_shard(module, mesh=mesh, mp_policy=policy)
-    setattr(model, method.__name__, types.MethodType(method, model))
-    register_fsdp_forward_method(model, method.__name__)
+    model.token_logprobs, model.is_sharded = types.MethodType(token_logprobs, model), True
+    register_fsdp_forward_method(model, "token_logprobs")
 
 
 def is_sharded(model) -> bool:
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return getattr(model, "is_sharded", False)
 
 
 def whole(tensor):
@@ -169,6 +181,31 @@ def whole_weights(model) -> dict:
         if rank() == 0:
             weights[name] = weight.cpu()
     return weights
+
+
+def ordinary_model(model, like):
+    """A model that save_pretrained takes: the model itself; if sharded, put together on rank 0's CPU, and None elsewhere."""
+    if not is_sharded(model):
+        return model
+    weights = whole_weights(model)
+    if rank() > 0:
+        return None
+    plain = type(like)(model.config).float()
+    plain.load_state_dict(weights)
+    plain.generation_config = like.generation_config
+    return plain
+
+
+@contextlib.contextmanager
+def policy_to_sample(model, sampler):
+    """The policy as a model that samples. If it is sharded, it borrows the sampler's place."""
+    if not is_sharded(model):
+        yield model
+        return
+    stale = {name: weight.to("cpu", copy=True) for name, weight in sampler.state_dict().items()}
+    copy_weights(model, sampler)
+    yield sampler
+    sampler.load_state_dict(stale)
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """What a run of 06_full_llm_training.py will take, before it starts: steps, tokens, and memory part by part. Loads no weights.
 
-    python 06_full_llm_training.py --config recipes/gsm8k.json --dry-run                       (this machine)
-    python 06_full_llm_training.py --config recipes/gsm8k.json --dry-run --device-memory 80    (a CUDA GPU with 80 GiB)
+    python 06_full_llm_training.py --config experiments/recipes/gsm8k.json --dry-run                       (this machine)
+    python 06_full_llm_training.py --config experiments/recipes/gsm8k.json --dry-run --device-memory 80    (a CUDA GPU with 80 GiB)
 
 A step samples, then trains. Its peak is what is held all the time plus the larger of what these two need:
 
@@ -20,6 +20,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from under_the_hood.errors import UserError, one_line, require
+from under_the_hood.models import BUILT_IN, character_tokenizer, encode_prompts
+from under_the_hood.tasks import load_task
 from utils import pick_device
 
 # Published shapes, for a machine that cannot reach the hub: layers, hidden size, intermediate size, heads, key/value heads,
@@ -49,23 +52,23 @@ class Setting:
 # %% ------------------------------------------------------------------------------------------------- the model's shape
 
 
-def find_model(config, lm):
+def find_model(config):
     """(model config, tokenizer or None, where they come from). UserError when --model is nowhere to be found."""
     from transformers import AutoConfig, AutoTokenizer, LlamaConfig, Qwen2Config
 
     name, options = config.model, {}
-    if name in lm.BUILT_IN:
-        shape = {k: v for k, v in lm.BUILT_IN[name].items() if k in Qwen2Config().to_dict()}
-        tokenizer = lm.character_tokenizer()
+    if name in BUILT_IN:
+        shape = {k: v for k, v in BUILT_IN[name].items() if k in Qwen2Config().to_dict()}
+        tokenizer = character_tokenizer()
         return Qwen2Config(vocab_size=len(tokenizer), tie_word_embeddings=True, **shape), tokenizer, "built in"
     if name.endswith(".gguf"):
-        lm.require(pathlib.Path(name).is_file(), f"--model {name}: no such file")
+        require(pathlib.Path(name).is_file(), f"--model {name}: no such file")
         options, name = {"gguf_file": pathlib.Path(name).name}, str(pathlib.Path(name).parent)
     try:
         model_config = AutoConfig.from_pretrained(name, **options).get_text_config()
     except (OSError, ValueError, KeyError, ImportError) as error:
-        lm.require(name in SHAPES, f"--model {config.model} is neither built in, a directory, a .gguf file, nor reachable on the "
-                   f"hub; without the hub --dry-run knows {', '.join(SHAPES)} ({lm.one_line(error)})")
+        require(name in SHAPES, f"--model {config.model} is neither built in, a directory, a .gguf file, nor reachable on the "
+                   f"hub; without the hub --dry-run knows {', '.join(SHAPES)} ({one_line(error)})")
         layers, hidden, intermediate, heads, kv_heads, vocabulary, context, tied = SHAPES[name]
         return (Qwen2Config if name.startswith("Qwen") else LlamaConfig)(
             num_hidden_layers=layers, hidden_size=hidden, intermediate_size=intermediate, num_attention_heads=heads,
@@ -226,13 +229,13 @@ def device_of(config):
     return total, device.type, f"this machine ({device.type})"
 
 
-def find_task(config, lm):
+def find_task(config):
     """(task or None, a word on it). Data that is not there yet is no mistake in a plan; a malformed file is."""
     if config.task.endswith(".jsonl") and not pathlib.Path(config.task).exists():
         return None, f'{config.task} is missing; make it with one {{"question": "…", "answer": "…"}} a line, before the run'
     try:
-        task = lm.load_task(config)
-    except lm.UserError as error:
+        task = load_task(config)
+    except UserError as error:
         if config.task != "gsm8k":
             raise
         return None, str(error)
@@ -240,32 +243,32 @@ def find_task(config, lm):
                   f"over them {config.steps * config.prompts_per_step / len(task.train):,.1f} times")
 
 
-def longest_prompt(config, lm, task, tokenizer, context):
+def longest_prompt(config, task, tokenizer, context):
     """(L, a word on it): tokens of the longest question where it can be encoded, else the most that 06 lets through."""
     limit = min(config.max_prompt_tokens, context - config.max_new_tokens)
-    lm.require(limit >= 1, f"--max-new-tokens {config.max_new_tokens} leaves no room for a prompt in the model's context of "
+    require(limit >= 1, f"--max-new-tokens {config.max_new_tokens} leaves no room for a prompt in the model's context of "
                f"{context} tokens")
     examples = sorted(task.train + task.evaluation, key=lambda e: len(e.question))[-32:] if task and tokenizer else []
-    longest = max((lm.encode_prompts(tokenizer, [e], device="cpu")[0].shape[1] for e in examples), default=0)
+    longest = max((encode_prompts(tokenizer, [e], device="cpu")[0].shape[1] for e in examples), default=0)
     return (longest, "the longest") if 0 < longest <= limit else (limit, "the limit")  # 0: a tokenizer without a vocabulary
 
 
-def dry_run(config, lm) -> None:
-    """--dry-run: print the plan of a run. lm: the module of 06_full_llm_training.py, with its tasks, rows and errors."""
+def dry_run(config, algorithm) -> None:
+    """--dry-run: print the plan of a run. algorithm: the row of --algorithm."""
     if os.environ.get("RANK", "0") != "0":
         return  # torchrun started several of us
-    model_config, tokenizer, source = find_model(config, lm)
+    model_config, tokenizer, source = find_model(config)
     try:
         shape = describe(model_config)
     except (ValueError, AttributeError) as error:
-        raise lm.UserError(f"--model {config.model} is no ordinary decoder, so there is no plan: {lm.one_line(error)}") from None
-    task, words = find_task(config, lm)
-    length, which = longest_prompt(config, lm, task, tokenizer, shape.context)
+        raise UserError(f"--model {config.model} is no ordinary decoder, so there is no plan: {one_line(error)}") from None
+    task, words = find_task(config)
+    length, which = longest_prompt(config, task, tokenizer, shape.context)
     available, kind, device = device_of(config)
     narrow = config.dtype == "bfloat16" or (config.dtype == "auto" and kind == "cuda")
     setting = Setting(length, width=2 if narrow else FLOAT, cuda=kind == "cuda", available=available,
                       processes=int(os.environ.get("WORLD_SIZE", "1")))
-    row, prompts, group, new = lm.chosen_row(config), config.prompts_per_step, config.group_size, config.max_new_tokens
+    prompts, group, new = config.prompts_per_step, config.group_size, config.max_new_tokens
     questions = len(task.evaluation) if task else config.eval_questions
 
     print(f"model     {config.model}: {shape.layers} layers, {shape.parameters:,} parameters, {source}")
@@ -273,12 +276,12 @@ def dry_run(config, lm) -> None:
     print(f"a step    at most {prompts * (length + group * new):,} tokens: {prompts} prompts of {length} ({which}) and {group} "
           f"responses of {new} to each")
     print(f"a run     {config.steps:,} optimizer steps, {config.steps * prompts * group:,} rollouts"
-          + f", or up to {1 + config.refills} times as many with --refills {config.refills}" * row.refill
+          + f", or up to {1 + config.refills} times as many with --refills {config.refills}" * algorithm.refill
           + f"; {1 + math.ceil(config.steps / config.eval_every)} evaluations of {questions} questions, "
           f"{config.eval_samples} + 1 answers to each" + "; all of it for each row of --compare" * bool(config.compare))
 
     def estimate(config, setting):
-        return memory(config, shape, setting, whole_batch=row.entropy_target is not None)
+        return memory(config, shape, setting, whole_batch=algorithm.entropy_target is not None)
 
     parts, usable = estimate(config, setting), USABLE * available
     print(f"memory    an estimate with every response at its full length, {'bfloat16' if narrow else 'float32'} compute"

@@ -1,0 +1,235 @@
+"""`generate` and `token_logprobs` of 06 again, under the same names and with equal results, faster.
+
+What costs time is computing a thing twice, and padding. So responses share what they have in common, their prompt and the
+beginnings that several of them sampled alike, in sampling and in training; only states of real response tokens reach the
+output head, a chunk at a time; and a chunk is recomputed in the backward pass instead of being kept.
+"""
+
+import functools
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from under_the_hood.models import forward_parameters, in_eval_mode, model_inputs, recomputes, without_autograd
+from under_the_hood.parallel import is_sharded
+
+
+@without_autograd
+@in_eval_mode
+def generate(model, prompt, prompt_mask, *, group_size: int, max_new_tokens: int, temperature: float, eos_ids, pad_id: int,
+             generator):
+    """As 06's: (P, L) left-padded prompts → tokens, mask, logprobs, each (B, T), B = P·group_size.
+
+    Responses share what they have in common: a prompt runs through the model once for its group, and so does each beginning
+    that several responses have sampled alike. A response reads its logits at row cache_row[i] of the cache.
+    """
+    from transformers import DynamicCache
+
+    cache, batch, device = DynamicCache(config=model.config), prompt.shape[0] * group_size, prompt.device
+    logits, attention = model(**model_inputs(model, prompt, prompt_mask, cache), logits_to_keep=1).logits[:, -1], prompt_mask
+    tokens = torch.full((batch, max_new_tokens), pad_id, dtype=torch.long, device=device)
+    logprobs = torch.zeros(batch, max_new_tokens, device=device)
+    mask = torch.zeros(batch, max_new_tokens, dtype=torch.bool, device=device)
+    rows = torch.arange(batch, device=device)  # the responses still in the batch; those that are running have yet to end
+    running, cache_row = torch.ones_like(rows, dtype=torch.bool), rows // group_size
+    stops = torch.tensor(sorted(eos_ids), device=device)
+    for t in range(max_new_tokens):
+        scores = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
+        if scores.isnan().any():
+            raise FloatingPointError("the model's logits are not finite")
+        scores, vocabulary = scores[cache_row], scores.shape[1]
+        if temperature == 0:
+            token = scores.argmax(-1, keepdim=True)
+        else:
+            token = torch.multinomial(scores.exp(), 1, generator=generator)
+        tokens[rows, t], logprobs[rows, t], mask[rows, t] = token[:, 0], scores.gather(1, token)[:, 0], True
+        token = token[:, 0]
+        running = running & ~torch.isin(token, stops)
+        if t + 1 == max_new_tokens or not running.any():
+            break
+        if running.float().mean() < 0.75:  # finished responses leave, when they are enough to be worth a copy of the cache
+            rows, cache_row, token, running = rows[running], cache_row[running], token[running], running[running]
+        # One row for each beginning that has been sampled, (the row it grew from, its last token), in order.
+        branches, cache_row = torch.unique(cache_row * vocabulary + token, return_inverse=True)
+        parent, token = branches // vocabulary, branches % vocabulary
+        if len(parent) != len(attention) or (parent[1:] == parent[:-1]).any():
+            cache.batch_select_indices(parent)
+            attention = attention[parent]
+        attention = torch.cat([attention, torch.ones_like(attention[:, :1])], 1)
+        logits = model(**model_inputs(model, token[:, None], attention, cache)).logits[:, -1]
+    ends = torch.isin(tokens, stops) & mask
+    mask &= ends.long().cumsum(1) - ends.long() == 0  # a finished response may have run on beside the others
+    width = int(mask.sum(1).max())
+    return (tokens[:, :width].masked_fill(~mask[:, :width], pad_id), mask[:, :width],
+            logprobs[:, :width].masked_fill(~mask[:, :width], 0.0))
+
+
+@in_eval_mode
+def token_logprobs(model, prompt, completion, *, prompt_mask=None, mask=None, temperature: float = 1.0, chunk_size=None,
+                   way: str = "auto"):
+    """As 06's: log π_θ of each completion token and the entropy there, two (B, T) float32 tensors, 0 where mask is False.
+
+    way: how the hidden states are made, all three with one result. "whole": each response behind a copy of its prompt, the
+    plain way, and the only one under gradient checkpointing and sharding. "shared": the prompt once, then the responses.
+    "packed": the prompt and all its responses in one row, common beginnings once. auto: packed for short groups, shared for
+    long ones. ValueError: B is no multiple of P, or a mask has a hole.
+
+    Memory: logits of all positions would be (B, T, V). Only states of real completion tokens reach the head, a chunk at a
+    time, and backward recomputes each chunk instead of keeping it.
+    """
+    if completion.shape[0] % prompt.shape[0]:
+        raise ValueError(f"{completion.shape[0]} completions cannot be split evenly over {prompt.shape[0]} prompts")
+    prompt_mask = torch.ones_like(prompt, dtype=torch.bool) if prompt_mask is None else prompt_mask
+    mask = torch.ones_like(completion, dtype=torch.bool) if mask is None else mask
+    if way == "auto":
+        short = prompt.shape[1] + completion.numel() // prompt.shape[0] <= 512
+        way = "whole" if is_sharded(model) or recomputes(model) else "packed" if short and packable(model) else "shared"
+    if (mask[:, 1:] & ~mask[:, :-1]).any():
+        raise ValueError("mask must be True for a row's first tokens and False behind them, without holes")
+    if not mask.any():
+        return torch.zeros(mask.shape, device=mask.device), torch.zeros(mask.shape, device=mask.device)
+    states_of = {"whole": whole_sequence_states, "shared": shared_prompt_states, "packed": packed_states}[way]
+    states, chosen = states_of(model, prompt, prompt_mask, completion, mask)
+
+    head, targets = model.get_output_embeddings(), completion.flatten()[chosen]
+    chunk_size = chunk_size or max(1, 10_000_000 // head.weight.shape[0])  # 38 MiB of float32 logits
+    pieces = []
+    for begin in range(0, len(targets), chunk_size):
+        piece = functools.partial(_chosen_logprobs, head, temperature=temperature)
+        arguments = states[begin: begin + chunk_size], targets[begin: begin + chunk_size]
+        recompute = torch.is_grad_enabled() and len(targets) > chunk_size
+        pieces.append(checkpoint(piece, *arguments, use_reentrant=False) if recompute else piece(*arguments))
+    logprobs, entropy = (torch.cat(part) for part in zip(*pieces))
+    empty, places = torch.zeros(completion.shape, device=completion.device), torch.unravel_index(chosen, completion.shape)
+    return empty.index_put(places, logprobs), empty.index_put(places, entropy)
+
+
+def whole_sequence_states(model, prompt, prompt_mask, completion, mask):
+    """The states that predict completion tokens, (N, H), and the flat places of those tokens in (B, T): each prompt is run
+    again for each of its completions.
+
+    The state at position i predicts token i + 1, so the states of T completion tokens begin at the prompt's last one.
+    """
+    group, body = completion.shape[0] // prompt.shape[0], model.base_model
+    tokens = torch.cat([prompt.repeat_interleave(group, 0), completion], 1)
+    attention = torch.cat([prompt_mask.repeat_interleave(group, 0), mask], 1)
+    states = body(**model_inputs(body, tokens, attention, use_cache=False)).last_hidden_state[:, prompt.shape[1] - 1: -1]
+    return states[mask], mask.flatten().nonzero()[:, 0]
+
+
+def shared_prompt_states(model, prompt, prompt_mask, completion, mask):
+    """The same, but a group shares its prompt, as in `generate`.
+
+    The prompts run once, *with* gradients; their keys and values are repeated, which autograd sums back; then only the
+    completions run, and short ones leave early (`column_blocks`).
+    """
+    from transformers import DynamicCache
+
+    group, body, cache = completion.shape[0] // prompt.shape[0], model.base_model, DynamicCache(config=model.config)
+    last = body(**model_inputs(body, prompt, prompt_mask, cache)).last_hidden_state[:, -1].repeat_interleave(group, 0)
+    states, chosen = [last[mask[:, 0]]], [mask[:, 0].nonzero()[:, 0] * completion.shape[1]]
+    attention = torch.cat([prompt_mask.repeat_interleave(group, 0), mask], 1)
+    places = torch.arange(completion.numel(), device=completion.device).view_as(completion)
+    rows = torch.arange(len(prompt), device=prompt.device).repeat_interleave(group)  # of the cache, for each completion
+    for begin, end, still in column_blocks(mask):
+        cache.batch_select_indices(rows[still])
+        rows = torch.empty_like(rows).index_copy(0, still, torch.arange(len(still), device=still.device))
+        inputs = model_inputs(body, completion[still, begin:end], attention[still, : prompt.shape[1] + end], cache)
+        predicted = mask[still, begin + 1: end + 1]
+        states.append(body(**inputs).last_hidden_state[predicted])
+        chosen.append(places[still, begin + 1: end + 1][predicted])
+    return torch.cat(states), torch.cat(chosen)
+
+
+def packable(model) -> bool:
+    """Can a mask of ours and positions of ours say what a token sees? Not where a layer has a sliding window or a bias of its own."""
+    config = model.config.get_text_config()
+    layers = getattr(config, "layer_types", None) or ["sliding" if getattr(config, "sliding_window", None) else "full_attention"]
+    return ("position_ids" in forward_parameters(type(model.base_model)) and config._attn_implementation == "sdpa"
+            and set(layers) == {"full_attention"} and not getattr(config, "alibi", False) and not config.is_encoder_decoder)
+
+
+def packed_states(model, prompt, prompt_mask, completion, mask):
+    """The same, in one pass with hardly any padding and nothing computed twice: a prompt and its group stand in one row, and what
+    several responses have in common at their beginning stands there once, as when they were sampled. So a group is a tree, and a
+    mask lets each token see its ancestors. Two groups share a row, the longest with the shortest, which evens out the rows.
+    Attention is computed for all pairs in a row, which is cheap for short rows only.
+    """
+    (count, length), width, device = prompt.shape, completion.shape[1], prompt.device
+    group, columns = len(completion) // count, torch.arange(width, device=device)
+    inputs = (columns < (mask * columns).amax(1, keepdim=True)).view(count, group, width)  # a response's last token is not run
+    tokens = completion.view(count, group, width)
+    # first[p, k, t]: the first response of group p whose tokens up to column t are those of response k.
+    known = tokens.where(inputs, -1)
+    first = (known[:, :, None] == known[:, None]).byte().cumprod(-1).argmax(2)
+    # A group's slots: the prompt's L, then T for each response. used: those of real tokens, each beginning once.
+    used = torch.cat([prompt_mask, (inputs & (first == torch.arange(group, device=device)[:, None])).flatten(1)], 1)
+    position = (prompt_mask.long().cumsum(1) - 1).clamp(min=0)
+    position = torch.cat([position, (position[:, -1:] + 1 + columns).repeat(1, group)], 1)
+    # Rows: the slots of two groups, of which packing keeps the used ones, in their order. An odd group out stands alone.
+    by_size, rows = used.sum(1).argsort(), (count + 1) // 2
+    pair = torch.stack([by_size[:rows], by_size.flip(0)[:rows]], 1)
+    kept = used[pair]
+    kept[:, 1] &= (pair[:, 0] != pair[:, 1])[:, None]
+    kept = kept.flatten(1)
+    order = kept.byte().argsort(dim=1, descending=True, stable=True)[:, : int(kept.sum(1).max())]
+    kept, owner, slot = kept.gather(1, order), pair.gather(1, order // used.shape[1]), order % used.shape[1]
+    response, column = (slot - length).clamp(min=0) // width, (slot - length) % width
+    beginning = first[owner[:, :, None], response[:, :, None], column[:, None]]  # of the row's response, up to the seen column
+    sees = (owner[:, :, None] == owner[:, None]) & ((slot < length)[:, None] | (beginning == response[:, None]))
+    sees = sees.tril() | torch.eye(order.shape[1], dtype=torch.bool, device=device)
+    states = model.base_model(input_ids=torch.cat([prompt, tokens.flatten(1)], 1)[owner, slot], attention_mask=sees[:, None],
+                              position_ids=position[owner, slot], use_cache=False).last_hidden_state
+    # Token t > 0 of a response is predicted by the slot where its beginning up to t − 1 ends; token 0 by the prompt's last slot.
+    predictor = torch.cat([torch.full_like(first[..., :1], length - 1), (length + first * width + columns)[..., :-1]], -1)
+    place = torch.zeros_like(used, dtype=torch.long)
+    place[owner[kept], slot[kept]] = kept.flatten().nonzero()[:, 0]
+    place = place.gather(1, predictor.flatten(1)).view_as(completion)[mask]
+    return states.flatten(0, 1).index_select(0, place), mask.flatten().nonzero()[:, 0]
+
+
+def column_blocks(mask, *, worthwhile: int = 512):
+    """Yield (begin, end, rows): run columns begin … end−1 for these rows, those that still have tokens there.
+
+    One block of full width would spend most of its work on padding when a few responses are long. A block ends where leaving
+    the rows that have ended saves most, if that is at least `worthwhile` padding tokens: a pass has a price of its own. The last
+    token of a response predicts nothing that is trained on, so it is not run.
+    """
+    inputs = (mask * torch.arange(mask.shape[1], device=mask.device)).amax(1)  # of each row: the index of its last token
+    begin, width = 0, int(inputs.max())
+    while begin < width:
+        rows = (inputs > begin).nonzero()[:, 0]
+        ends = torch.arange(begin + 1, width + 1, device=mask.device)
+        saved = (inputs[rows, None] <= ends).sum(0) * (width - ends)
+        end = int(ends[saved.argmax()]) if saved.max() >= worthwhile else width
+        yield begin, end, rows
+        begin = end
+
+
+def _chosen_logprobs(head, states, targets, *, temperature):
+    logits = head(states).float()
+    logits = logits / temperature if temperature != 1 else logits
+    chosen, log_normaliser = LogSoftmaxAt.apply(logits, targets)
+    with torch.no_grad():  # behind all that the gradient needs: a recomputation in the backward pass ends before it
+        entropy = log_normaliser - (logits - log_normaliser[:, None]).exp_().mul_(logits).sum(-1)
+    return chosen, entropy
+
+
+class LogSoftmaxAt(torch.autograd.Function):
+    """log softmax(logits) at one token of each row, and the log-normaliser without a gradient: (N, V), (N,) → (N,), (N,).
+
+    Its gradient, onehot − softmax, takes one more array of the logits' size; put together by autograd it would take several.
+    """
+
+    @staticmethod
+    def forward(ctx, logits, targets):
+        log_normaliser = logits.logsumexp(-1)
+        ctx.save_for_backward(logits, targets, log_normaliser)
+        ctx.mark_non_differentiable(log_normaliser)
+        return logits.gather(-1, targets[:, None])[:, 0] - log_normaliser, log_normaliser
+
+    @staticmethod
+    def backward(ctx, gradient, _):
+        logits, targets, log_normaliser = ctx.saved_tensors
+        spread = (logits - log_normaliser[:, None]).exp_().mul_(-gradient[:, None])
+        return spread.scatter_add_(1, targets[:, None], gradient[:, None]), None

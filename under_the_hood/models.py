@@ -1,0 +1,313 @@
+"""Load any causal language model, speak its input format, and make the built-in ones."""
+
+import contextlib
+import copy
+import functools
+import hashlib
+import inspect
+import json
+import math
+import pathlib
+from dataclasses import replace
+
+import torch
+
+from under_the_hood import parallel
+from under_the_hood.errors import UserError, one_line, require
+from under_the_hood.runs import redraw_seconds, replace_folder
+from under_the_hood.tasks import addition_examples, digits_of, worked_steps
+
+
+def load_model(name: str, *, device, cache_dir=None, task: str = "addition"):
+    """(model, tokenizer) in float32 and eval mode, with a pad token. `name`: tiny, hub name, directory or .gguf file."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # one bar is enough, and it is ours
+    if name in BUILT_IN:
+        return load_model(str(built_in_model(built_in_digits(task), cache_dir, name=name, device=device)), device=device)
+    path, options = pathlib.Path(name), {}
+    if name.endswith(".gguf"):
+        require(path.is_file(), f"--model {name}: no such file")
+        options, name = {"gguf_file": path.name}, str(path.parent)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, **options)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, **options)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        if options or isinstance(error, ImportError):
+            raise UserError(f"--model {path}: {one_line(error)}")
+        raise UserError(f"--model {name} is neither 'tiny', a model directory, a .gguf file, nor reachable on the hub: "
+                        f"{one_line(error)}")
+    if options:  # weights read from a .gguf cannot be saved again until they sit in an ordinary model
+        if hasattr(model.config, "quantization_config"):  # they were expanded to float32
+            del model.config.quantization_config
+        plain = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
+        plain.load_state_dict(model.state_dict())
+        plain.tie_weights()
+        model = plain
+    known = range(model.get_input_embeddings().num_embeddings)  # some tokenizer classes invent a pad id beyond it
+    if tokenizer.pad_token_id not in known:
+        tokenizer.pad_token = tokenizer.eos_token  # harmless: every mask here comes from lengths, never from the pad id
+    require(tokenizer.pad_token_id in known, f"--model {path}: its tokenizer has neither a pad nor an end-of-text token that "
+            "the model knows; name one in tokenizer_config.json")
+    return model.to(device).eval(), tokenizer
+
+
+def stop_ids(model, tokenizer) -> set:
+    """Every id that ends a response: the tokenizer's EOS and those of the model's generation config."""
+    configured = model.generation_config.eos_token_id
+    configured = configured if isinstance(configured, (list, tuple)) else [configured]
+    return {int(i) for i in [*configured, tokenizer.eos_token_id] if i is not None}
+
+
+def context_length(model):
+    return getattr(model.config, "max_position_embeddings", None) or math.inf
+
+
+def encode_prompts(tokenizer, examples, *, device, worked=()):
+    """Left-padded (ids, mask), each (P, L). A chat template, where there is one, also places the one BOS.
+
+    worked: solved examples to show before each question, in the form in which it is asked; never the question itself.
+    """
+    shown = [[other for other in worked if other.question != example.question] for example in examples]
+    if tokenizer.chat_template:
+        chats = []
+        for example, others in zip(examples, shown):
+            turns = [turn for other in others for turn in (("user", other.question), ("assistant", other.answer))]
+            chats.append([{"role": role, "content": content} for role, content in [*turns, ("user", example.question)]])
+        rows = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
+    else:
+        solved = ["".join(f"{other.terse}{other.answer};" if other.terse else f"Question: {other.question}\nAnswer: {other.answer}\n\n"
+                          for other in others) for others in shown]
+        rows = tokenizer([text + (example.terse or f"Question: {example.question}\nAnswer:")
+                          for text, example in zip(solved, examples)])["input_ids"]
+        end = tokenizer.eos_token_id  # some tokenizers close every text; a prompt is not closed
+        rows = [ids[:-1] if end is not None and len(ids) > 1 and ids[-1] == end else ids for ids in rows]
+    width = max(len(ids) for ids in rows)
+    tokens = torch.tensor([[tokenizer.pad_token_id] * (width - len(ids)) + list(ids) for ids in rows], device=device)
+    lengths = torch.tensor([len(ids) for ids in rows], device=device)
+    return tokens, torch.arange(width, device=device) >= width - lengths[:, None]
+
+
+def decode(tokenizer, tokens, mask) -> list:
+    rows = [tuple(ids[:n]) for ids, n in zip(tokens.tolist(), mask.sum(1).tolist())]
+    distinct = list(dict.fromkeys(rows))  # a group repeats itself
+    texts = dict(zip(distinct, tokenizer.batch_decode([list(ids) for ids in distinct], skip_special_tokens=True)))
+    return [texts[ids] for ids in rows]
+
+
+def drop_long_prompts(task, model, tokenizer, config):
+    """The task without the questions that exceed --max-prompt-tokens, or leave the model no room for --max-new-tokens."""
+    context = context_length(model)
+    limit = min(config.max_prompt_tokens, context - config.max_new_tokens)
+    require(limit > 0, f"--max-new-tokens {config.max_new_tokens} leaves no room for a prompt in the model's context of {context} tokens")
+
+    def fits(example):
+        return encode_prompts(tokenizer, [example], device="cpu")[0].shape[1] <= limit
+
+    def short(examples):
+        if task.name.startswith("addition"):  # all alike, and many: the first speaks for them
+            return examples if fits(examples[0]) else []
+        return [example for example in examples if fits(example)]
+
+    kept = replace(task, train=short(task.train), evaluation=short(task.evaluation))
+    require(bool(kept.train and kept.evaluation), f"no question of {task.name} fits into {limit} tokens: --max-prompt-tokens "
+            f"{config.max_prompt_tokens}, --max-new-tokens {config.max_new_tokens}, the model's context {context}")
+    if dropped := len(task.train) - len(kept.train):
+        parallel.print_rank0(f"left out {dropped} training questions longer than {limit} tokens")
+    return kept
+
+
+def model_inputs(model, tokens, attention_mask, cache=None, *, use_cache=True) -> dict:
+    """Keyword arguments for one forward pass that continues `cache`. attention_mask covers cache and tokens.
+
+    Positions count real tokens only, so left padding shifts nothing: GPT-2's learned positions need that, and say nothing
+    when they do not get it.
+    """
+    accepted = forward_parameters(type(model))
+    inputs = {"input_ids": tokens, "attention_mask": attention_mask, "use_cache": use_cache,
+              "cache" if "cache" in accepted else "past_key_values": cache}  # renamed in transformers 5.24
+    if "position_ids" in accepted:
+        inputs["position_ids"] = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1]:]
+    return inputs
+
+
+def next_cache(output):
+    """The keys and values that a forward pass leaves for the next one."""
+    return output["cache"] if "cache" in output else output.get("past_key_values")
+
+
+@functools.cache
+def forward_parameters(model_class) -> frozenset:
+    return frozenset(inspect.signature(model_class.forward).parameters)
+
+
+def in_eval_mode(function):
+    """Run function(model, …) in eval mode and leave the model as it was: dropout would make the trainer's log-probabilities
+    differ from the sampler's, and a model that checkpoints its gradients drops the cache in training mode.
+
+    Gradient checkpointing acts in training mode only, and its recomputation in the backward pass must meet the same mode. So
+    where it is on and gradients are wanted, training mode it is, and stays; `recompute_activations` has taken the dropout out.
+    """
+    @functools.wraps(function)
+    def wrapped(model, *args, **kwargs):
+        was_training, checkpoints = model.training, torch.is_grad_enabled() and recomputes(model)
+        if was_training != checkpoints:
+            model.train(checkpoints)
+        try:
+            return function(model, *args, **kwargs)
+        finally:
+            if not checkpoints and model.training != was_training:
+                model.train(was_training)
+    return wrapped
+
+
+def without_autograd(function):
+    """Run function in inference mode, which costs less than no_grad, and hand its tensors on as ordinary ones."""
+    @functools.wraps(function)
+    def wrapped(*args, **kwargs):
+        with torch.inference_mode():
+            results = function(*args, **kwargs)
+        return tuple(tensor.clone() for tensor in results)
+    return wrapped
+
+
+def recompute_activations(model) -> None:
+    """Gradient checkpointing: backward recomputes each block from its input. It acts in training mode only, in which dropout
+    would act as well and part the trainer from the sampler; so dropout is taken out of the model."""
+    new_name = getattr(model, "activation_checkpointing_enable", None)  # since transformers 5.24
+    (new_name or model.gradient_checkpointing_enable)()
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, float) and (isinstance(module, torch.nn.Dropout) or "dropout" in name):
+                setattr(module, name, 0.0)
+
+
+def recomputes(model) -> bool:
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
+def autocast_dtype(config, device):
+    return torch.bfloat16 if config.dtype == "bfloat16" or (config.dtype == "auto" and device.type == "cuda") else None
+
+
+def autocast(config, device):
+    """bfloat16 matrix products on float32 weights, where asked for; log-softmax, ratios and losses stay float32."""
+    dtype = autocast_dtype(config, device)
+    return torch.autocast(device.type, dtype) if dtype else contextlib.nullcontext()
+
+
+# The built-in models: Qwen2, but small. "steps" of supervised training by digits; "wrong_share" of what it shows holds a mistake.
+TINY = {"hidden_size": 96, "intermediate_size": 320, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "max_position_embeddings": 64, "wrong_share": 0.6, "steps": {1: 200, 2: 700, 3: 1500},
+        "batch": 256, "learning_rate": 2e-3}
+
+
+SMALL = {**TINY, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8,
+         "num_key_value_heads": 8, "max_position_embeddings": 128, "steps": {4: 800}, "batch": 512, "learning_rate": 1e-3}
+
+
+BUILT_IN = {"tiny": TINY, "small": SMALL}
+
+
+def built_in_digits(task: str) -> int:
+    """What a built-in model has learned when it meets this task; any other task than addition finds the one for two digits."""
+    return digits_of(task) if task.startswith("addition") else 2
+
+
+def built_in_model(digits: int, cache_dir, *, name: str = "tiny", device="cpu") -> pathlib.Path:
+    """The folder of a built-in base model; made by supervised training on first use, then kept in `cache_dir`."""
+    key = hashlib.sha256(json.dumps(BUILT_IN[name], sort_keys=True).encode()).hexdigest()[:10]
+    folder = pathlib.Path(cache_dir) / f"{name}-{digits}-digits-{key}"
+    if not (folder / "config.json").exists():
+        require(parallel.rank() == 0, f"there is no built-in model in {folder}; rank 0 makes it, in a --cache-dir that all machines see")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        model, tokenizer = make_built_in_model(digits, BUILT_IN[name], device=device)
+        if not (folder / "config.json").exists():  # another process may have been quicker, with the same model
+            replace_folder(folder, lambda scratch: (model.save_pretrained(scratch), tokenizer.save_pretrained(scratch)))
+    return folder
+
+
+def character_tokenizer():
+    """One token per character of arithmetic, as an ordinary fast tokenizer."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *"0123456789+-*=,; "])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
+                                   clean_up_tokenization_spaces=False, padding_side="left")
+
+
+def make_built_in_model(digits: int, recipe: dict, *, device="cpu"):
+    """Train a built-in model on additions of which 60 % hold one mistake, so that it knows the task but errs.
+
+    Reinforcement learning needs a base that is sometimes right. Noise in the demonstrations sets how often: sampled accuracy
+    settles near the share of clean demonstrations, with no need to stop the training at a lucky moment. Four digits are shown
+    with worked steps, and the mistake is a slip in one of them; fewer digits are shown as the sum, with one digit replaced.
+    """
+    from tqdm import tqdm
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    tokenizer = character_tokenizer()
+    shape = {k: v for k, v in recipe.items() if k in Qwen2Config().to_dict()}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Qwen2ForCausalLM(Qwen2Config(vocab_size=len(tokenizer), tie_word_embeddings=True, bos_token_id=None,
+                                             eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, **shape))
+    model.to(device)
+    generator = torch.Generator().manual_seed(0)
+    examples, _ = addition_examples(digits)
+    prompts = [tokenizer(e.terse)["input_ids"] for e in examples]
+    if digits < 4:
+        shown = [[e.answer for e in examples]]
+        lengths = torch.tensor([len(e.answer) for e in examples])
+    else:  # without a mistake, and with a slip in each of the steps
+        shown = [[worked_steps(e.terse, slip) for e in examples] for slip in (None, *range(digits))]
+        lengths = torch.tensor([max(map(len, e.terse.rstrip("=").split("+"))) for e in examples])
+    demonstrations = [tokenizer(texts)["input_ids"] for texts in shown]
+    first_digit, width = tokenizer.convert_tokens_to_ids("0"), max(len(p) for p in prompts) + max(map(len, sum(demonstrations, []))) + 1
+    rows = torch.full((len(shown), len(examples), width), tokenizer.pad_token_id)
+    for version, answers in zip(rows, demonstrations):
+        for row, prompt, answer in zip(version, prompts, answers):
+            row[: len(prompt) + len(answer) + 1] = torch.tensor(prompt + answer + [tokenizer.eos_token_id])
+    starts = torch.tensor([len(p) for p in prompts])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe["learning_rate"], weight_decay=0.01)
+    steps = recipe["steps"][digits]
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe["learning_rate"], total_steps=steps)
+    progress = tqdm(range(steps), desc="making the built-in model (once)", mininterval=redraw_seconds())
+    for _ in progress:
+        pick = torch.randint(len(examples), (recipe["batch"],), generator=generator)
+        wrong = torch.rand(len(pick), generator=generator) < recipe["wrong_share"]
+        place = (torch.rand(len(pick), generator=generator) * lengths[pick]).long()
+        shift = torch.randint(1, 10, (len(pick),), generator=generator)
+        if len(shown) > 1:
+            tokens = rows[torch.where(wrong, place + 1, 0), pick]
+        else:
+            tokens, place = rows[0, pick].clone(), starts[pick] + place
+            digit = tokens.gather(1, place[:, None]).squeeze(1) - first_digit
+            tokens[wrong, place[wrong]] = first_digit + (digit + shift)[wrong] % 10
+        labels = tokens.masked_fill((torch.arange(width) < starts[pick, None]) | (tokens == tokenizer.pad_token_id), -100)
+        with torch.autocast("cuda", torch.bfloat16, enabled=model.device.type == "cuda"):
+            loss = model(input_ids=tokens.to(device), labels=labels.to(device)).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+    return model, tokenizer
+
+
+def copy_for_sampling(model, config):
+    """The sampler. While it and the policy are refreshed together it is the policy itself; it is a second copy of the weights
+    only when it is stale, when the policy is in pieces, or when the engine needs its weights in bfloat16."""
+    cuda = model.device.type == "cuda"
+    if not (config.sync_interval > 1 or config.offline or config.shard or (config.engine == "paged" and cuda)):
+        return model
+    sampler = copy.deepcopy(model)
+    for weight in sampler.parameters() if cuda else ():  # the weights alone: rotary frequencies in bfloat16 would be wrong at
+        weight.data = weight.data.to(autocast_dtype(config, model.device) or torch.float32)  # far positions
+    return sampler

@@ -1,0 +1,129 @@
+"""Flags: fields of a dataclass become --help, a command line or a file becomes a Config, and a Config is checked."""
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import sys
+from dataclasses import field
+
+from under_the_hood.answers import load_reward
+from under_the_hood.errors import UserError, one_line, require
+from under_the_hood.friends import rate_pair
+from under_the_hood.models import BUILT_IN, built_in_digits
+from utils import pick_device
+
+
+def option(default, help: str, shown: str | None = None):
+    """A dataclass field whose --help text ends with its default, or with `shown`, which says what an empty one stands for."""
+    shown = shown or ("off" if default is False else default)
+    return field(default=default, metadata={"help": f"{help} (default {shown})"})
+
+
+def validate(config, algorithms: dict, try_loss) -> None:
+    """Refuse impossible settings before any work starts.
+
+    try_loss(config) runs the loss of --algorithm once: it knows itself which bounds go together.
+    """
+    require(not (config.compare and config.eval_only), "--eval-only evaluates one model; leave --compare out")
+    for name in ("reward_noise", "noise_rates"):
+        rate_pair(getattr(config, name) or "0,0", flag=f"--{name.replace('_', '-')}")
+    if config.tensorboard:
+        try:
+            from torch.utils import tensorboard  # noqa: F401
+        except ImportError:
+            raise UserError("--tensorboard needs the package of that name: pip install tensorboard") from None
+    rows = config.compare.split(",") if config.compare else [config.algorithm]
+    require(all(rows), f"--compare {config.compare} has an empty name; write it as grpo,reinforce")
+    require(not (config.resume and config.eval_only), "--eval-only evaluates --model; for the model of a run give its folder, "
+            "--model <out>/model, and leave --resume out")
+    require(len(rows) == len(set(rows)), f"--compare {config.compare} names a row twice; each has one folder")
+    for name in rows:
+        require(name in algorithms, f"unknown algorithm {name!r}; choose from: {', '.join(algorithms)}")
+        require(not algorithms[name].graded or config.step_reward or config.task.startswith("addition"),
+                f"{name} must judge single steps; for --task {config.task} give it --step-reward module:function")
+        require(not algorithms[name].worked_examples or config.group_size >= 3,
+                f"{name} needs --group-size 3 or more: one response with a worked example, and others to compare it with")
+    require(abs(config.seed) < 2**32, f"--seed is {config.seed}; it must be between -2^32 and 2^32")
+    require(config.group_size >= 2, f"--group-size is {config.group_size}; a baseline needs at least 2 responses to a prompt")
+    require(config.sync_interval >= 1, f"--sync-interval is {config.sync_interval}; it must be at least 1, or use --offline")
+    require(config.sync_offset >= 0, f"--sync-offset is {config.sync_offset}; it must be 0 or more")
+    for name in ("steps", "prompts_per_step", "max_new_tokens", "micro_batch_tokens", "eval_every", "eval_questions",
+                 "eval_samples", "save_every", "max_prompt_tokens"):
+        require(getattr(config, name) >= 1, f"--{name.replace('_', '-')} is {getattr(config, name)}; it must be at least 1")
+    for name in ("learning_rate", "max_grad_norm", "temperature", "weight_temperature", "weight_cap", "entropy_target",
+                 "device_memory"):
+        value = getattr(config, name)
+        require(value is None or 0 < value < math.inf, f"--{name.replace('_', '-')} is {value}; it must be positive and finite")
+    for name in ("eps_low", "eps_high", "outer_low", "outer_high", "tau", "beta", "calibrate", "refills"):
+        value = getattr(config, name)
+        require(value is None or 0 <= value < math.inf, f"--{name.replace('_', '-')} is {value}; it must be 0 or more")
+    require(config.dtype in ("auto", "float32", "bfloat16"), f"--dtype is {config.dtype!r}; choose auto, float32 or bfloat16")
+    require(config.engine in ("auto", "plain", "fast", "paged"),
+            f"--engine is {config.engine!r}; choose auto, plain, fast or paged")
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    require(processes == 1 or "RANK" in os.environ or config.dry_run, f"WORLD_SIZE is {processes} but RANK is not set; start "
+            "several processes with torchrun")
+    require(config.prompts_per_step % processes == 0 and config.eval_questions >= processes,
+            f"{processes} processes share a batch: --prompts-per-step must be a multiple of {processes}, and --eval-questions at "
+            "least as many")
+    require(processes == 1 or not (config.compare or config.eval_only or config.calibrate), "several processes train one run; "
+            "start --compare, --eval-only and --calibrate without torchrun")
+    if config.model in BUILT_IN:
+        require(built_in_digits(config.task) in BUILT_IN[config.model]["steps"], f"--model {config.model} has not learned --task "
+                f"{config.task}; tiny adds 1 to 3 digits (addition-2), and small adds 4, with its steps (addition-steps)")
+    require(config.model != "small" or config.max_new_tokens >= 40,
+            f"--max-new-tokens is {config.max_new_tokens}; worked steps need 40")
+    require(not config.shard or processes > 1, "--shard splits a model over processes; start them with torchrun "
+            "--nproc-per-node N 06_full_llm_training.py …")
+    require(not config.shard or all(algorithms[name].entropy_target is None for name in rows),
+            "aepo samples from the policy in every step, which --shard does not offer; leave one of them out")
+    try:
+        pick_device(config.device)
+        for function in filter(None, (config.reward, config.step_reward)):
+            load_reward(function)
+        for name in rows:
+            try_loss(dataclasses.replace(config, algorithm=name))
+    except (ValueError, RuntimeError) as error:  # torch refuses a device with the second
+        raise UserError(one_line(error))
+
+
+def parse_arguments(Config, groups, description: str, metrics: dict, argv=None):
+    """Flags → Config. Flags that are not given come from --config, or with --resume from the run in --out.
+
+    groups: the dataclasses that Config is made of, in the order of --help, which ends with the metrics of a run.
+    """
+    from transformers import HfArgumentParser
+
+    def fail(message):
+        raise UserError(message)
+
+    width = max(map(len, metrics))
+    lines = "\n".join(f"  {name:{width}}  {meaning}" for name, meaning in metrics.items())
+    parser = HfArgumentParser(groups, description=description, formatter_class=argparse.RawDescriptionHelpFormatter,
+                              allow_abbrev=False, epilog=f"metrics.jsonl, one line per step:\n{lines}")
+    parser.error = fail
+    argv = sys.argv[1:] if argv is None else argv
+    given = parser.parse_args(argv)
+    require(not given.resume or given.out is not None, "--resume needs --out with the directory of the run")
+    source = pathlib.Path(given.out) / "config.json" if given.resume else given.config
+    if not source:
+        return Config(**vars(given))
+    try:
+        stored = json.loads(pathlib.Path(source).read_text(encoding="utf-8"))
+        stored = [f"--{name}={value}" for name, value in stored.items() if value is not None]
+        run = parser.parse_args(stored)
+    except (OSError, ValueError, AttributeError, UserError) as error:
+        raise UserError(f"{source} is not a file of flags: {one_line(error)}")
+    config = Config(**vars(parser.parse_args([*stored, *argv])))
+    for name in OF_THE_RUN if given.resume else ():
+        require(getattr(config, name) == getattr(run, name), f"--{name.replace('_', '-')} belongs to the run in {given.out}, "
+                f"where it is {getattr(run, name)}; start another run to change it")
+    return config
+
+
+# What a resumed run cannot change without becoming another run.
+OF_THE_RUN = ("model", "task", "reward", "eval_questions", "group_size", "prompts_per_step", "sync_interval", "sync_offset",
+              "offline", "seed", "reward_noise", "step_reward", "algorithm", "temperature", "max_new_tokens")
