@@ -1,6 +1,6 @@
 """Make the lessons importable: their names start with a digit, so tests call importlib.import_module("04_regularization").
 
-Tests of the training script also find here small real models and tokenizers, made in a moment from a fixed seed.
+The tests of a room of under_the_hood/ are in the folder of the same name here; they too say `from conftest import …`. Tests of the training script also find here small real models and tokenizers, made in a moment from a fixed seed.
 """
 
 import os
@@ -11,11 +11,12 @@ import sys
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may need the network
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+TESTS = pathlib.Path(__file__).resolve().parent
+ROOT = TESTS.parent
+sys.path[:0] = [str(ROOT), str(TESTS)]  # the product first; then conftest, for the tests in folders below this one
 
-# A shell ignores SIGINT for what it starts in the background, and the trainer leaves an ignored signal ignored, as nohup wants.
-# The tests of interruption are about a run in the foreground.
+# A shell ignores SIGINT for what it starts in the background, and the trainer leaves an ignored signal ignored, as nohup
+# wants. The tests of interruption are about a run in the foreground.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -64,7 +65,8 @@ def build_bigram(logits):
     size = len(logits)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=size, hidden_size=size, intermediate_size=4, num_hidden_layers=1,
                                          num_attention_heads=1, num_key_value_heads=1, head_dim=4, rms_norm_eps=1e-12,
-                                         bos_token_id=None, eos_token_id=None, pad_token_id=None, tie_word_embeddings=False))
+                                         bos_token_id=None, eos_token_id=None, pad_token_id=None,
+                                         tie_word_embeddings=False))
     with torch.no_grad():
         layer = model.model.layers[0]
         layer.self_attn.o_proj.weight.zero_()
@@ -113,7 +115,8 @@ def tiny_run(tmp_path_factory):
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     task = folder / "ones.jsonl"
-    task.write_text("".join(json.dumps({"question": f"{i:b}", "answer": "1"}) + "\n" for i in range(20)), encoding="utf-8")
+    lines = (json.dumps({"question": f"{i:b}", "answer": "1"}) + "\n" for i in range(20))
+    task.write_text("".join(lines), encoding="utf-8")
     flags = ["--model", str(folder / "model"), "--task", str(task), "--prompts-per-step", "4", "--group-size", "4",
              "--max-new-tokens", "2", "--eval-questions", "2", "--eval-samples", "2", "--learning-rate", "0.01"]
     return folder / "model", task, flags
