@@ -1,6 +1,7 @@
 """Make the lessons importable: their names start with a digit, so tests call importlib.import_module("04_regularization").
 
-The tests of a room of under_the_hood/ are in the folder of the same name here; they too say `from conftest import …`. Tests of the training script also find here small real models and tokenizers, made in a moment from a fixed seed.
+The tests of a room of under_the_hood/ are in the folder of the same name here; they too say `from conftest import …`.
+What they find here are small real models and tokenizers, made in a moment from a fixed seed.
 """
 
 import os
@@ -74,6 +75,94 @@ def build_bigram(logits):
         model.model.embed_tokens.weight.copy_(torch.eye(size))
         model.lm_head.weight.copy_(torch.as_tensor(logits).T / size**0.5)  # the norm has scaled e_token to √V · e_token
     return model.eval()
+
+
+def left_padded(prompts, extra=0):
+    """Lists of ids → (ids, mask), left-padded with 0; `extra` pads more than the batch needs."""
+    import torch
+
+    width = max(map(len, prompts)) + extra
+    return (torch.tensor([[0] * (width - len(p)) + p for p in prompts]),
+            torch.tensor([[False] * (width - len(p)) + [True] * len(p) for p in prompts]))
+
+
+def right_padded(responses, extra=0, pad=0):
+    """Lists of ids → (ids, mask), right-padded."""
+    import torch
+
+    width = max(map(len, responses)) + extra
+    return (torch.tensor([r + [pad] * (width - len(r)) for r in responses]),
+            torch.tensor([[True] * len(r) + [False] * (width - len(r)) for r in responses]))
+
+
+# Texts that the BPE below is trained on.
+LINES = ["What is 2 + 3? Reply with the number only.", "Question: how much is 12 + 34?",
+         "Answer: 46, since 12 + 34 = 46.", "user assistant system", "Über naïve café — 1,234.50 €",
+         "hello hello hello world"]
+# A tokenizer puts <s> in front (bos), closes a text with </s> (close), and has a chat template that itself writes the
+# BOS, where there is one; its pad token is its own, its EOS, or missing.
+TOKENIZERS = {"plain": {}, "bos": {"bos": True}, "chat": {"chat": True}, "chat-bos": {"chat": True, "bos": True},
+              "bos-pad-is-eos": {"bos": True, "pad": "eos"}, "no-pad": {"pad": "missing"},
+              "chat-bos-no-pad": {"chat": True, "bos": True, "pad": "missing"}, "bos-eos": {"bos": True, "close": True}}
+
+
+def bpe_tokenizer(*, bos=False, eos=True, chat=False, pad="own", close=False):
+    """A byte-level BPE trained on LINES: <s> is 0, </s> 1, <pad> 2."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<s>", "</s>", "<pad>", "<|user|>", "<|assistant|>"]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(LINES, trainers.BpeTrainer(
+        vocab_size=300, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False))
+    if bos or close:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> " * bos + "$A" + " </s>" * close, special_tokens=[("<s>", 0), ("</s>", 1)])
+    names = ({"bos_token": "<s>"} if bos else {}) | ({"eos_token": "</s>"} if eos else {})
+    names |= {"own": {"pad_token": "<pad>"}, "eos": {"pad_token": "</s>"}, "missing": {}}[pad]
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
+    if chat:
+        wrapped.chat_template = ("{{ bos_token }}" if bos else "") + (
+            "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}</s>{% endfor %}"
+            "{% if add_generation_prompt %}<|assistant|>{% endif %}")
+    return wrapped
+
+
+def saved(folder, kind, tokenizer, **options):
+    """A model folder with that tokenizer, as a user would have it. GPT-2 keeps its dropout of .1."""
+    model = build_model(kind, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **options)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def loaded(tmp_path_factory):
+    """(kind, name of TOKENIZERS) → (model, tokenizer) as load_model returns them, made once: leave them as they are."""
+    from under_the_hood.models import load_model
+
+    cache = {}
+
+    def get(kind, name):
+        if (kind, name) not in cache:
+            folder = saved(tmp_path_factory.mktemp("model"), kind, bpe_tokenizer(**TOKENIZERS[name]))
+            cache[kind, name] = load_model(str(folder), device="cpu")
+        return cache[kind, name]
+    return get
+
+
+@pytest.fixture(scope="module")
+def quick():
+    """Without what takes longer than a tiny training run: pictures, and waiting for the disk. Both have their own tests."""
+    from under_the_hood import comparison, pictures, runs
+
+    with pytest.MonkeyPatch.context() as patch:
+        for room, name in ((pictures, "plot_run"), (comparison, "plot_comparison"), (runs, "flush_to_disk")):
+            patch.setattr(room, name, lambda *_, **__: None)
+        yield
 
 
 @pytest.fixture
