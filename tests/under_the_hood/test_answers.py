@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import answers as trainer
+from under_the_hood import answers as trainer
 extract_answer, is_correct = trainer.extract_answer, trainer.is_correct
 
 EXAMPLES = settings(max_examples=200, deadline=None)
