@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Fine-tune a causal language model with any algorithm of the group-relative REINFORCE family, on data as stale as you like.
+"""Fine-tune a causal language model with any algorithm of the group-relative REINFORCE family, on data however stale.
 
-Claim (arXiv 2509.24203): group-relative REINFORCE never needed on-policy data. What breaks on stale data is an *unregularised*
-step; clipping repairs it, with importance sampling or without. A real transformer shows it in two minutes.
+Claim (arXiv 2509.24203): group-relative REINFORCE never needed on-policy data. What breaks on stale data is an
+*unregularised* step; clipping repairs it, with importance sampling or without. A transformer shows it in two minutes.
 
 Every algorithm in this file is one row of one equation, summed over responses i and their tokens t:
 
@@ -12,24 +12,25 @@ Every algorithm in this file is one row of one equation, summed over responses i
     A      | advantages      | (B,)   | reward minus the group's baseline, perhaps shaped (RED)
     M      | clip_mask       | (B, T) | 0 where a token has moved too far from the sampler (REC)
     W      | weight          | (B, T) | detached importance weight, or 1
-    R      | regulariser     | scalar | an additive pull towards the sampler (REP)
+    R      | tau, beta       | scalar | an additive penalty on the distance from the sampler (REP)
     N      | token_weights   | (B, T) | a named mean with an explicit denominator
 
-Run:  python 06_full_llm_training.py --compare reinforce,grpo,rec-oneside-nois --sync-interval 20     (2 minutes on 2 cores)
+Run:  python 06_full_llm_training.py --compare reinforce,grpo,rec-oneside-nois --sync-interval 20
       python 06_full_llm_training.py --model HuggingFaceTB/SmolLM2-135M-Instruct --task gsm8k --max-new-tokens 256
-      python 06_full_llm_training.py --exercise 1                                            (three questions to answer)
-You see a progress bar, then accuracy before → after, and a run directory with metrics, samples, curves.png and the model.
+      python 06_full_llm_training.py --exercise 1                                     (three questions to answer)
+The first takes two to four minutes on 2 cores. You see a progress bar, then accuracy before → after for each algorithm;
+--out holds a run directory each, with metrics.jsonl, samples.jsonl, curves.png and the trained model.
 
 How to read this file: downwards, in half an hour. It is the whole algorithm, plain and complete.
-    1 configuration   every flag, one line each: skim it
+    1 configuration   every flag, a line each: skim it
     2 the family      Algorithm, ALGORITHMS: which choices make a row
-    3 the equation    advantages, clip_mask, policy_loss: the heart; read this twice
-    4 the model       generate and token_logprobs: sample a response, and ask for its probability again
+    3 the equation    advantages, clip_mask, policy_loss: the heart, worth a second reading
+    4 the model       generate and token_logprobs: sample a response; ask for the probability of a given one
     5 staleness       which policy sampled the batch of step n
     6 training        collect a batch, train_step, train
-under_the_hood/ is the engine room: what makes this fast and dependable (its README.md is the map). Nothing in it is the idea,
-and what a run really uses, generate and token_logprobs of fast.py, is tested equal to the plain ones here.
-Before: lessons 02 (A), 03 (why any data will do), 04 (M, W, R), 05 (shaping A). Next: experiments/, RESULTS in the README.
+under_the_hood/ is the engine room: what makes this fast and dependable; its README.md is the map. Nothing in it is the
+idea. By default a run samples and differentiates with under_the_hood/fast.py, tested equal to the plain functions here.
+Before this file: lesson 02 (A), 03 (why any data will do), 04 (M, W, R, staleness), 05 (shaping A).
 """
 
 import dataclasses
@@ -42,8 +43,8 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 
-# Threads that wait for each other: spin for some microseconds, then sleep. Spinning for long slows training several times when
-# the machine has other work, and sleeping at once doubles the time of the small matrices of the built-in model.
+# Threads that wait for each other spin for some microseconds, then sleep. Spinning for long slows training several
+# times when the machine has other work; sleeping at once doubles the time of the small matrices of the built-in model.
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 import torch
@@ -55,10 +56,11 @@ from under_the_hood.engines import choose_engine
 from under_the_hood.errors import RunStopped, UserError, one_line
 from under_the_hood.exercises import EXERCISES
 from under_the_hood.friends import adaptive_temperature, hint_weight
-from under_the_hood.models import (autocast, autocast_dtype, copy_for_sampling, decode, drop_long_prompts, encode_prompts,
-                                   in_eval_mode, load_model, model_inputs, next_cache, recompute_activations, stop_ids)
+from under_the_hood.models import (autocast, autocast_dtype, copy_for_sampling, decode, drop_long_prompts,
+                                   encode_prompts, in_eval_mode, load_model, model_inputs, next_cache,
+                                   recompute_activations, stop_ids)
 from under_the_hood.options import option
-from under_the_hood.runs import METRICS, Run, read_metrics  # noqa: F401
+from under_the_hood.runs import METRICS, Run
 from under_the_hood.tasks import load_task, reward_function
 from utils import exercise, pick_device, seed_everything
 
@@ -69,10 +71,10 @@ from utils import exercise, pick_device, seed_everything
 class ModelOptions:
     _argument_group_name = "model and data"
     model: str = option("tiny", "tiny or small (built in; small wants a GPU), a hub name, a directory, or a .gguf file")
-    task: str = option("addition", "addition, addition-1, addition-3 (digits), addition-steps (4 digits, with worked steps), "
-                       "gsm8k (hub, or the folder in GSM8K_DIR), or a .jsonl file of {question, answer}")
-    reward: str | None = option(None, "module:function of your own, called with (question, response, answer), returns a number",
-                                "1 for the right answer, else 0")
+    task: str = option("addition", "addition, addition-1, addition-3 (digits), addition-steps (4 digits, with worked "
+                       "steps), gsm8k (hub, or the folder in GSM8K_DIR), or a .jsonl file of {question, answer}")
+    reward: str | None = option(None, "module:function of your own, called with (question, response, answer), returns "
+                                "a number", "1 for the right answer, else 0")
     eval_questions: int = option(256, "held-out questions in an evaluation")
     max_prompt_tokens: int = option(512, "longest prompt, in tokens; longer questions are left out")
 
@@ -85,9 +87,9 @@ class AlgorithmOptions:
     eps_high: float | None = option(None, "clip where the ratio rises above 1 + this", "the row's")
     outer_low: float | None = option(None, "ring clipping: keep again where the ratio is below 1 − this", "the row's")
     outer_high: float | None = option(None, "ring clipping: keep again where the ratio is above 1 + this", "the row's")
-    tau: float | None = option(None, "strength of the squared log-ratio penalty, (τ/2)·d² per token (OPMD)", "the row's")
+    tau: float | None = option(None, "strength of the penalty (τ/2)·d² per token, d = log ρ (OPMD)", "the row's")
     beta: float | None = option(None, "strength of the forward-KL penalty, in nats per token (AsymRE)", "the row's")
-    weight_temperature: float | None = option(None, "temperature T of RED-Weight's exp(A/T), in units of reward", "the row's")
+    weight_temperature: float | None = option(None, "T of RED-Weight's exp(A/T), in units of reward", "the row's")
     weight_cap: float | None = option(None, "largest importance weight (CISPO, TIS, TOPR, TIC-GRPO)", "the row's")
     entropy_target: float | None = option(None, "entropy that AEPO steers to, in nats per token", "the row's")
 
@@ -98,8 +100,8 @@ class FriendOptions:
     reward_noise: str = option("0,0", "ρ⁺,ρ⁻: flip this share of the verifier's verdicts on wrong and on right answers")
     noise_rates: str | None = option(None, "ρ⁺,ρ⁻ that noise-corrected-grpo assumes", "those of --reward-noise")
     calibrate: int = option(0, "train nothing: estimate ρ⁺ and ρ⁻ of the verifier from this many answers of --model")
-    step_reward: str | None = option(None, "module:function of your own, called with (question, response, answer), returns the "
-                                     "share of leading steps that are right (sgpo)", "leading digits, for addition only")
+    step_reward: str | None = option(None, "module:function of your own, called like --reward, returns the share of "
+                                     "leading steps that are right (sgpo)", "leading digits, for addition only")
     refills: int = option(4, "how often dapo may replace groups without a contrast in one batch")
 
 
@@ -119,16 +121,16 @@ class TrainingOptions:
     group_size: int = option(8, "K: responses to each prompt, at least 2")
     learning_rate: float = option(1e-4, "AdamW's constant learning rate, per step")
     max_grad_norm: float = option(1.0, "clip the gradient's global L2 norm to this")
-    temperature: float = option(1.0, "sampling temperature (divides the logits); the loss differentiates the same distribution")
+    temperature: float = option(1.0, "divides the logits, when sampling and in the loss alike")
     max_new_tokens: int = option(8, "longest response, in tokens")
     micro_batch_tokens: int = option(16384, "prompt + response tokens in one forward and backward pass")
     seed: int = option(0, "seed of data order, sampling and random dropping")
     device: str = option("auto", "auto, cpu, cuda or mps")
     dtype: str = option("auto", "compute type: float32, bfloat16 (weights stay float32), auto = bfloat16 on cuda")
-    engine: str = option("auto", "generate and token_logprobs: plain (of this file), fast (the same, faster), paged (continuous "
-                         "batching samples), auto = paged on cuda where it works, else fast")
-    gradient_checkpointing: bool = option(False, "keep one activation per layer and recompute the rest: less memory, more time")
-    shard: bool = option(False, "with torchrun: split weights, gradients and optimizer state over the processes (FSDP2)")
+    engine: str = option("auto", "whose generate and token_logprobs: plain (this file's), fast (the same, faster), "
+                         "paged (continuous batching samples), auto = paged on cuda where it works, else fast")
+    gradient_checkpointing: bool = option(False, "keep one activation a layer, recompute the rest: less memory")
+    shard: bool = option(False, "with torchrun: split weights, gradients and optimizer state over processes (FSDP2)")
 
 
 @dataclass(kw_only=True)
@@ -141,9 +143,9 @@ class OutputOptions:
     out: str | None = option(None, "run directory", "runs/<algorithm>-<task>-<staleness>-seed<seed>")
     resume: bool = option(False, "continue the run in --out from its last checkpoint")
     overwrite: bool = option(False, "replace the run in --out")
-    config: str | None = option(None, "a file of flags, such as a run's config.json; flags on the command line win", "none")
-    compare: str | None = option(None, "train several rows, comma-separated, from the same base and overlay them", "none")
-    dry_run: bool = option(False, "train nothing: print steps, tokens and memory of the run, part by part")
+    config: str | None = option(None, "a file of flags, such as a run's config.json; the command line wins", "none")
+    compare: str | None = option(None, "train several rows, comma-separated, from one base and overlay them", "none")
+    dry_run: bool = option(False, "train nothing: print steps, tokens and memory, part by part; status 3 where it does not fit")
     device_memory: float | None = option(None, "GiB of the CUDA device that --dry-run plans for", "this machine's")
     map: str | None = option(None, "train nothing: draw 06_family.png, the map of all rows, into this folder", "none")
     exercise: int = option(0, "train nothing: ask question 1, 2 or 3 on reading a run; --answer is yours")
@@ -166,9 +168,9 @@ class Config(*GROUPS):
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One row of the family: what it chooses for A, M, W, R and N. Fields left alone are plain REINFORCE with a group mean."""
-    baseline: str = "group"             # A: group | leave-one-out | batch | virtual (the group and one more response, a right
-                                        #    one) | hinted (ICPO's pool)
+    """One row of the family: what it chooses for A, M, W, R and N. What is left alone is REINFORCE with a baseline."""
+    baseline: str = "group"             # A: group | leave-one-out | batch | virtual (one more response, a right one, in
+                                        #    the group) | hinted (ICPO's pool)
     std_normalize: bool = False         # A: divide by the group's standard deviation (ddof 0, + 1e-6)
     per_token_reward: bool = False      # A: made from r/|y| in place of r
     correct_noise: bool = False         # A: made from rewards that undo the verifier's error rates
@@ -180,7 +182,7 @@ class Algorithm:
     eps_high: float = 0.2               # M
     outer_low: float = 0.6              # M: ring only
     outer_high: float = 2.0             # M: ring only
-    level: str = "token"                # M, W: the ratio ρ of a token | sequence (geometric mean) | trajectory (product)
+    level: str = "token"                # M, W: ρ of a token | sequence (geometric mean) | trajectory (product)
     weight: str = "one"                 # W: one | ratio | ratio-if-worse (where A < 0) | capped-mean (GMPO)
     weight_cap: float = math.inf        # W: min(ρ, cap) in place of ρ
     hint_smoothing: float = 0.1         # W: λ of π/(π + λ) on responses sampled with worked examples
@@ -222,13 +224,12 @@ RED = {  # REINFORCE on data that were shaped
     "red-weight-oneside": Algorithm(shaping="weight", clip="one_side", source=PAPER),
     "red-weight-adaptive": Algorithm(shaping="adaptive-weight", source="arXiv 2606.20002"),
 }
-# Friends differ in A, M, W or N alone; lessons 02, 04 and 05 show what each adds. Our reading, where a paper leaves it open: the
-# caps of 1.2 (CISPO, TIC-GRPO), A < 0 for a wrong answer (TOPR), ddof 0 over the batch (REINFORCE++).
-FRIENDS = {
+FRIENDS = {  # these differ in A, M, W or N alone. Our reading where a paper leaves it open: the caps of 1.2 (CISPO,
+    # TIC-GRPO), A < 0 for a wrong answer (TOPR), ddof 0 over the batch (REINFORCE++)
     "rloo": Algorithm(baseline="leave-one-out", source="arXiv 2402.14740"),
     "dr-grpo": Algorithm(clip="one_side", weight="ratio", aggregation="constant", source="arXiv 2503.20783"),
-    "gspo": Algorithm(std_normalize=True, clip="one_side", eps_low=3e-4, eps_high=4e-4, level="sequence", weight="ratio",
-                      aggregation="seq-mean-token-mean", source="arXiv 2507.18071"),
+    "gspo": Algorithm(std_normalize=True, clip="one_side", eps_low=3e-4, eps_high=4e-4, level="sequence",
+                      weight="ratio", aggregation="seq-mean-token-mean", source="arXiv 2507.18071"),
     "cispo": Algorithm(std_normalize=True, weight="ratio", weight_cap=1.2, source="arXiv 2506.13585"),
     "gmpo": Algorithm(std_normalize=True, clip="one_side", eps_low=1 - math.exp(-0.4), eps_high=math.exp(0.4) - 1,
                       weight="capped-mean", aggregation="seq-mean-token-mean", source="arXiv 2507.20673"),
@@ -242,11 +243,12 @@ FRIENDS = {
                           aggregation="seq-mean-token-sum", source="arXiv 2508.02833"),
 }
 NEIGHBOURS = {  # these also change the data, the rewards or the batch: under_the_hood/friends.py
-    "dapo": Algorithm(std_normalize=True, clip="one_side", eps_high=0.28, weight="ratio", refill=True, overlong_share=0.2,
-                      source="arXiv 2503.14476"),
+    "dapo": Algorithm(std_normalize=True, clip="one_side", eps_high=0.28, weight="ratio", refill=True,
+                      overlong_share=0.2, source="arXiv 2503.14476"),
     "noise-corrected-grpo": Algorithm(correct_noise=True, clip="one_side", weight="ratio", source="arXiv 2510.18924"),
     "sgpo": Algorithm(std_normalize=True, clip="one_side", weight="ratio", graded=True, source="arXiv 2505.11595"),
-    "aepo": Algorithm(std_normalize=True, clip="one_side", weight="ratio", entropy_target=0.7, source="arXiv 2510.08141"),
+    "aepo": Algorithm(std_normalize=True, clip="one_side", weight="ratio", entropy_target=0.7,
+                      source="arXiv 2510.08141"),
     "icpo": Algorithm(baseline="hinted", clip="one_side", weight="ratio", worked_examples=1, source="arXiv 2510.26519"),
     "ep-grpo": Algorithm(std_normalize=True, clip="one_side", weight="ratio", process_weight=0.1,
                          aggregation="seq-mean-token-mean", source="our reading of arXiv 2605.04960"),
@@ -272,13 +274,14 @@ def chosen_algorithm(config: Config) -> Algorithm:
 
 # %% 3. --------------------------------------------------------------------------------------------------- the equation
 
-# A, the advantages. The next functions are copies from lessons 02, 04 and 05, which explain them; a test holds them equal.
+# A, the advantages. Copies from lessons 02, 04 and 05, which explain them; a test holds them equal.
 
 
 def group_advantages(rewards, *, leave_one_out=False, std_normalize=False, eps=1e-6):
     """A_i = r_i − r̄ of each response against its own group, (..., K) → (..., K); lesson 02."""
     if rewards.shape[-1:] < (2,) or not rewards.isfinite().all():
-        raise ValueError(f"need finite rewards (..., K), K ≥ 2 responses to one prompt; got shape {tuple(rewards.shape)}")
+        raise ValueError("need finite rewards (..., K), K ≥ 2 responses to one prompt; got shape "
+                         f"{tuple(rewards.shape)}")
     rewards, group_size = 1.0 * rewards, rewards.shape[-1]
     advantages = rewards - rewards.mean(-1, keepdim=True)
     if std_normalize:
@@ -293,9 +296,10 @@ def group_advantages(rewards, *, leave_one_out=False, std_normalize=False, eps=1
 def red_drop(rewards, *, generator=None):
     """RED-Drop: (advantages, keep) with random surplus negatives dropped, (..., K); lesson 05."""
     if rewards.shape[-1:] < (2,) or not rewards.isfinite().all():
-        raise ValueError(f"need finite rewards (..., K), K ≥ 2 responses to one prompt; got shape {tuple(rewards.shape)}")
-    # r_i − r̄ as the mean of r_i − r_j over j: equal rewards differ by exactly 0 in any precision, while the float32 mean
-    # of seven times 0.1 is larger than 0.1. A reward AT the mean is positive, so its rounding must not decide either.
+        raise ValueError("need finite rewards (..., K), K ≥ 2 responses to one prompt; got shape "
+                         f"{tuple(rewards.shape)}")
+    # r_i − r̄ as the mean of r_i − r_j over j: equal rewards differ by exactly 0 in any precision, while the float32
+    # mean of seven times 0.1 is larger than 0.1. A reward AT the mean is positive, so rounding must not decide that.
     rewards = 1.0 * rewards
     difference = rewards.unsqueeze(-1) - rewards.unsqueeze(-2)
     rounding = 4 * torch.finfo(rewards.dtype).eps * rewards.abs().amax(-1, keepdim=True)
@@ -313,7 +317,8 @@ def red_weight(advantages, *, temperature=1.0):
     """RED-Weight: exp(A/T), (..., K) → (..., K); lesson 05."""
     weights = (advantages / temperature).exp()
     if not (0 < temperature < math.inf and weights.isfinite().all()):
-        raise ValueError(f"need finite advantages and 0 < T < ∞, large enough that exp(A/T) is finite; got T = {temperature}")
+        raise ValueError("need finite advantages and 0 < T < ∞, large enough that exp(A/T) is finite; "
+                         f"got T = {temperature}")
     return weights
 
 
@@ -348,8 +353,9 @@ def clip_mask(ratio, advantages, *, clip, eps_low=0.2, eps_high=0.2, outer_low=0
     """M: True where a token takes part in the update, False where it has moved too far; lesson 04."""
     bounds = eps_low >= 0 and eps_high >= 0 and (clip != "ring" or (outer_low > eps_low and outer_high > eps_high))
     if not (clip in ("none", "one_side", "two_side", "ring") and bounds and advantages.dim() in (0, ratio.dim())):
-        raise ValueError("need clip none, one_side, two_side or ring, eps ≥ 0 (below outer_* for a ring), and advantages "
-                         f"(B, 1) or (B, T) for a ratio (B, T); got {clip!r}, {eps_low}, {eps_high}, {advantages.shape}")
+        raise ValueError("need clip none, one_side, two_side or ring, eps ≥ 0 (below outer_* for a ring), and "
+                         "advantages (B, 1) or (B, T) for a ratio (B, T); "
+                         f"got {clip!r}, {eps_low}, {eps_high}, {advantages.shape}")
     above, below = ratio > 1 + eps_high, ratio < 1 - eps_low
     raised, lowered = advantages > 0, advantages < 0  # does the update make the token likelier?
     if clip == "none":
@@ -378,7 +384,7 @@ def importance_weight(ratio, log_ratio, advantages, mask, *, algorithm: Algorith
     """W of the row, detached, (B, T), or 1."""
     if algorithm.weight == "one":
         return 1.0
-    if algorithm.weight == "capped-mean":  # geometric mean of ratios, each bounded on the side where clip_mask bounds it
+    if algorithm.weight == "capped-mean":  # geometric mean of ratios, each bounded on clip_mask's side
         above, below = math.log1p(algorithm.eps_high), math.log(max(1 - algorithm.eps_low, 1e-9))
         bounded = torch.where(advantages > 0, log_ratio.clamp(max=above), log_ratio.clamp(min=below))
         return policy_ratio(bounded, mask, level="sequence")
@@ -387,9 +393,9 @@ def importance_weight(ratio, log_ratio, advantages, mask, *, algorithm: Algorith
 
 
 def token_weights(mask, *, aggregation: str, tokens: int | None = None, sequences: int | None = None, constant=None):
-    """N: the weight of each token in the named mean, (B, T). Micro-batches and ranks pass the totals of the whole batch.
+    """N: the weight of each token in the named mean, (B, T). For a part of a batch, pass the totals of the whole.
 
-    constant: the fixed token budget of a response that aggregation "constant" (Dr. GRPO) divides by, in place of its length.
+    constant: the token budget of a response that aggregation "constant" (Dr. GRPO) divides by, not its length.
     """
     if aggregation == "constant" and not constant:
         raise ValueError("aggregation 'constant' needs constant, a token budget such as the longest allowed response")
@@ -408,7 +414,7 @@ def clean_tokens(logprobs, old_logprobs, advantages, mask):
     shape, per_token = logprobs.shape, advantages.dim() == logprobs.dim()
     if not (old_logprobs.shape == mask.shape == shape and ((mask == 0) | (mask == 1)).all()
             and advantages.shape in (shape, shape[:-1], (*shape[:-1], 1))):
-        raise ValueError(f"need logprobs, old_logprobs, mask of 0 and 1, all (B, T), and advantages (B,) or (B, T); got "
+        raise ValueError("need logprobs, old_logprobs, mask of 0 and 1, all (B, T), and advantages (B,) or (B, T); got "
                          f"{[tuple(tensor.shape) for tensor in (logprobs, old_logprobs, mask, advantages)]}")
     if logprobs.dtype in (torch.float16, torch.bfloat16):
         logprobs = logprobs.float()
@@ -421,13 +427,13 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, *, algorithm, eps_low=
                 outer_high=None, tau=None, beta=None, weights=None, constant=None, hinted=None):
     """The one equation. Returns (loss, metrics): a scalar to minimise, and token means as 0-d tensors.
 
-    logprobs, old_logprobs, mask: (B, T); advantages: (B,) or (B, T); algorithm: a row or its name; the other options override
-    the row. weights: (B, T) from token_weights, when this is a part of a larger batch; by default this is the whole batch.
+    logprobs, old_logprobs, mask: (B, T); advantages: (B,) or (B, T); algorithm: a row or its name, which eps_low …
+    beta override. weights: (B, T) from token_weights, when it is a part of a larger batch; by default it is the whole.
     constant: see token_weights. hinted: (B,) responses sampled under another prompt, whose W is π/(π + λ), unclipped.
     Positions where mask is False may hold anything, NaN too: they are cut out before any arithmetic.
     """
-    row = find_algorithm(algorithm, eps_low=eps_low, eps_high=eps_high, outer_low=outer_low, outer_high=outer_high, tau=tau,
-                         beta=beta)
+    row = find_algorithm(algorithm, eps_low=eps_low, eps_high=eps_high, outer_low=outer_low, outer_high=outer_high,
+                         tau=tau, beta=beta)
     logprobs, old_logprobs, advantages, mask = clean_tokens(logprobs, old_logprobs, advantages, mask)
     advantages, log_ratio = advantages.expand(mask.shape), logprobs - old_logprobs
     ratio = policy_ratio(log_ratio, mask, level=row.level)
@@ -436,7 +442,8 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, *, algorithm, eps_low=
     weight = importance_weight(ratio, log_ratio, advantages, mask, algorithm=row)
     if hinted is not None:
         keep = keep | hinted[:, None]
-        weight = torch.where(hinted[:, None], hint_weight(logprobs.detach().exp(), smoothing=row.hint_smoothing), weight)
+        smoothed = hint_weight(logprobs.detach().exp(), smoothing=row.hint_smoothing)
+        weight = torch.where(hinted[:, None], smoothed, weight)
     per_token = -torch.where(keep, weight * advantages, 0.0) * logprobs  # − M·W·A·log π
     per_token = per_token + row.tau / 2 * log_ratio**2 - row.beta * log_ratio  # + R
     if weights is None:
@@ -460,7 +467,7 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, *, algorithm, eps_low=
 def completion_mask(tokens, *, eos_ids):
     """True up to and including the first EOS of each row, (B, T) → bool (B, T).
 
-    The EOS is a decision of the policy and is trained on; what follows it is padding, also where pad and EOS share an id.
+    The EOS is a decision of the policy and trained on; what follows is padding, also where pad and EOS share an id.
     """
     is_eos = torch.isin(tokens, torch.as_tensor(sorted(eos_ids), dtype=tokens.dtype, device=tokens.device))
     return is_eos.long().cumsum(1) - is_eos.long() == 0
@@ -468,13 +475,13 @@ def completion_mask(tokens, *, eos_ids):
 
 @torch.no_grad()
 @in_eval_mode  # dropout would make the trainer's log-probabilities differ from the sampler's
-def generate(model, prompt, prompt_mask, *, group_size: int, max_new_tokens: int, temperature: float, eos_ids, pad_id: int,
-             generator):
+def generate(model, prompt, prompt_mask, *, group_size: int, max_new_tokens: int, temperature: float, eos_ids,
+             pad_id: int, generator):
     """Sample `group_size` responses to each prompt from exactly softmax(logits / temperature); temperature 0 is greedy.
 
-    prompt, prompt_mask: (P, L), left-padded. Returns tokens (B, T), mask (B, T), logprobs (B, T) float32 with B = P·group_size
-    and rows p·group_size … of prompt p. No top-k, no top-p, no penalties: the distribution that samples is the one the loss
-    differentiates, so `logprobs` are log π_old itself.
+    prompt, prompt_mask: (P, L), left-padded. Returns tokens, mask, logprobs (float32), each (B, T), B = P·group_size,
+    the rows of a prompt side by side; the mask includes the EOS. No top-k, no top-p, no penalties: the distribution
+    that samples is the one the loss differentiates, so `logprobs` are log π_old itself.
     """
     new, seen, cache = prompt.repeat_interleave(group_size, 0), prompt_mask.repeat_interleave(group_size, 0), None
     running, steps = torch.ones(len(new), 1, dtype=torch.bool, device=new.device), []
@@ -483,7 +490,9 @@ def generate(model, prompt, prompt_mask, *, group_size: int, max_new_tokens: int
         scores = torch.log_softmax(output.logits[:, -1].float() / (temperature or 1.0), -1)
         if scores.isnan().any():
             raise FloatingPointError("the model's logits are not finite")
-        token = torch.multinomial(scores.exp(), 1, generator=generator) if temperature else scores.argmax(-1, keepdim=True)
+        token = scores.argmax(-1, keepdim=True)
+        if temperature > 0:
+            token = torch.multinomial(scores.exp(), 1, generator=generator)
         steps.append((token.where(running, pad_id), running, scores.gather(1, token).where(running, 0.0)))
         running = running & ~torch.isin(token, torch.tensor(sorted(eos_ids), device=token.device))
         new, cache, seen = token, next_cache(output), torch.cat([seen, torch.ones_like(running)], 1)
@@ -492,10 +501,10 @@ def generate(model, prompt, prompt_mask, *, group_size: int, max_new_tokens: int
 
 @in_eval_mode
 def token_logprobs(model, prompt, completion, *, prompt_mask=None, mask=None, temperature: float = 1.0):
-    """log π_θ of each completion token and the policy's entropy there: two (B, T) float32 tensors, 0 where mask is False.
+    """log π_θ of each completion token, and the policy's entropy there: two (B, T) float32 tensors, 0 where mask is 0.
 
-    prompt (P, L) left-padded, completion (B, T) right-padded, B a multiple of P: rows p·B/P … belong to prompt p. One forward
-    pass over prompt and completion; the logits at position i predict token i + 1. The entropy carries no gradient.
+    prompt (P, L) left-padded, completion (B, T) right-padded, B a multiple of P: rows p·B/P … belong to prompt p. One
+    forward pass over both; the logits at position i predict token i + 1. The entropy carries no gradient.
     """
     group_size = len(completion) // len(prompt)
     prompt_mask = torch.ones_like(prompt, dtype=torch.bool) if prompt_mask is None else prompt_mask
@@ -517,7 +526,7 @@ ENGINES = {"plain": (generate, token_logprobs), "fast": (fast.generate, fast.tok
 def rollout_version(step, *, sync_interval, sync_offset):
     """v(n) = I·max(0, ⌊(n−m−1)/I⌋): updates that the sampler's weights had seen for the batch of step n, from 1.
 
-    I = sync_interval: the sampler is refreshed after every I steps (None: never); m = sync_offset: it works m batches ahead.
+    I = sync_interval: the sampler is refreshed after every I steps (None: never); m = sync_offset: m batches ahead.
     """
     if sync_interval is None:
         return 0
@@ -548,26 +557,27 @@ class Rollout:
     number: int = 1             # which batch of the run this is, from 1
 
 
-def collect(model, tokenizer, examples, config: Config, *, version: int, generator, algorithm=None, number=1, worked=()):
-    """Sample a group of responses to each example and reward them: a Rollout. Raises UserError when the reward fails.
+def collect(model, tokenizer, examples, config: Config, *, version, generator, algorithm=None, number=1, worked=()):
+    """Sample a group of responses to each example and reward them: a Rollout. UserError when the reward fails.
 
-    algorithm: in training, the row that may act on data and rewards; None in an evaluation. worked: see friends.hinted_group.
+    algorithm: in training, the row, which may act on rewards; None in an evaluation. worked: see friends.hinted_group.
     """
     device, hinted = model.device, None
     prompt, prompt_mask = encode_prompts(tokenizer, examples, device=device)
-    settings = {"temperature": config.temperature, "max_new_tokens": config.max_new_tokens, "generator": generator,
-                "group_size": config.group_size, "eos_ids": stop_ids(model, tokenizer), "pad_id": tokenizer.pad_token_id}
+    settings = {"temperature": config.temperature, "max_new_tokens": config.max_new_tokens,
+                "group_size": config.group_size, "generator": generator, "eos_ids": stop_ids(model, tokenizer),
+                "pad_id": tokenizer.pad_token_id}
     with autocast(config, device):  # as in training, or every ratio would carry the difference of the two precisions
         if worked:
-            tokens, mask, logprobs, hinted = friends.hinted_group(ENGINES[config.engine], model, tokenizer, examples, worked, prompt,
-                                                                  prompt_mask, **settings)
+            tokens, mask, logprobs, hinted = friends.hinted_group(
+                ENGINES[config.engine], model, tokenizer, examples, worked, prompt, prompt_mask, **settings)
         else:
             tokens, mask, logprobs = ENGINES[config.engine][0](model, prompt, prompt_mask, **settings)
     texts, asked = decode(tokenizer, tokens, mask), [e for e in examples for _ in range(config.group_size)]
     try:
         reward = reward_function(config.reward, config.task)
-        rewards = torch.tensor([float(reward(e.question, text, e.answer)) for e, text in zip(asked, texts)], device=device)
-        rewards = rewards.view(len(examples), -1)
+        rewards = [float(reward(e.question, text, e.answer)) for e, text in zip(asked, texts)]
+        rewards = torch.tensor(rewards, device=device).view(len(examples), -1)
         if algorithm:
             rewards = friends.training_rewards(rewards, asked, texts, mask.sum(1), config, algorithm=algorithm,
                                                generator=generator)
@@ -579,57 +589,59 @@ def collect(model, tokenizer, examples, config: Config, *, version: int, generat
     return Rollout(prompt, prompt_mask, tokens, mask, logprobs, rewards, ~ended, version, samples, hinted, number)
 
 
-def train_step(model, optimizer, batch: Rollout, config: Config, *, algorithm: Algorithm, generator, sample=None) -> dict:
-    """One optimizer step on one batch, in micro-batches whose gradients add up to the whole batch's. Returns the metrics.
+def train_step(model, optimizer, batch: Rollout, config: Config, *, algorithm: Algorithm, generator, sample=None):
+    """One optimizer step on one batch, in micro-batches whose gradients add up to the whole batch's. Returns metrics.
 
-    Advantages and denominators belong to the whole batch, wherever its parts were sampled: a mean of the processes' own means
-    would weigh the tokens of short responses more. sample: for a row that needs a second batch, see friends.extra_gradient.
+    Advantages and denominators belong to the whole batch, wherever its parts were sampled: a mean of the processes' own
+    means would weigh the tokens of short responses more. sample: for a second batch, see friends.extra_gradient.
     """
-    sharded, device, lengths = parallel.is_sharded(model), batch.tokens.device, batch.mask.sum(1).view_as(batch.rewards)
-    token_logprobs = functools.partial(ENGINES[config.engine][1], model) if not sharded else model.token_logprobs
+    sharded, lengths = parallel.is_sharded(model), batch.mask.sum(1).view_as(batch.rewards)
+    token_logprobs = model.token_logprobs if sharded else functools.partial(ENGINES[config.engine][1], model)
     all_rewards, all_lengths = parallel.gather(batch.rewards), parallel.gather(lengths)
-    advantages = shaped_advantages(all_rewards, all_lengths, algorithm=algorithm, generator=generator, number=batch.number,
-                                   noise_rates=friends.noise_rates(config)).chunk(parallel.size())[parallel.rank()]
-    weights = token_weights(batch.mask, aggregation=algorithm.aggregation, tokens=all_lengths.sum(),
-                            sequences=all_lengths.numel(), constant=config.max_new_tokens)
-    totals, all_logprobs = Counter(), torch.zeros_like(batch.old_logprobs)
+    advantages = shaped_advantages(all_rewards, all_lengths, algorithm=algorithm, generator=generator,
+                                   noise_rates=friends.noise_rates(config), number=batch.number)
+    advantages, total = advantages.chunk(parallel.size())[parallel.rank()], all_lengths.sum()
+    weights = token_weights(batch.mask, aggregation=algorithm.aggregation, tokens=total, sequences=all_lengths.numel(),
+                            constant=config.max_new_tokens)
+    sums, all_logprobs = Counter(), torch.zeros_like(batch.old_logprobs)
     optimizer.zero_grad()
     for (prompts, rows, width, with_gradient), counts in micro_batches(model, batch, advantages, config, algorithm):
         mask, old_logprobs = batch.mask[rows, :width], batch.old_logprobs[rows, :width]
-        with torch.set_grad_enabled(with_gradient), autocast(config, device):
+        with torch.set_grad_enabled(with_gradient), autocast(config, mask.device):
             logprobs, entropy = token_logprobs(batch.prompt[prompts], batch.tokens[rows, :width], mask=mask,
                                                prompt_mask=batch.prompt_mask[prompts], temperature=config.temperature)
-        part = friends.token_advantages(advantages[prompts], batch.rewards[prompts], logprobs - old_logprobs, entropy, mask,
-                                        algorithm=algorithm)
-        loss, metrics = policy_loss(logprobs, old_logprobs, part, mask, algorithm=algorithm,
-                                    weights=counts * weights[rows, :width],
+        part_advantages = friends.token_advantages(advantages[prompts], batch.rewards[prompts], logprobs - old_logprobs,
+                                                   entropy, mask, algorithm=algorithm)
+        loss, metrics = policy_loss(logprobs, old_logprobs, part_advantages, mask, algorithm=algorithm,
+                                    weights=weights[rows, :width] * counts,
                                     hinted=None if batch.hinted is None else batch.hinted[rows])
         if with_gradient:
-            (loss * parallel.size() if sharded else loss).backward()  # FSDP averages gradients
-        share = counts * mask.sum() / all_lengths.sum()
-        totals.update({"loss": loss.detach(), "entropy": counts * entropy.sum() / all_lengths.sum(),
-                       **{name: share * value for name, value in metrics.items()}})
+            (loss * parallel.size() if sharded else loss).backward()  # sharded gradients are averaged
+        share = counts * mask.sum() / total
+        sums.update({"loss": loss.detach(), "entropy": counts * entropy.sum() / total,
+                     **{name: share * value for name, value in metrics.items()}})
         all_logprobs[rows, :width] = logprobs.detach()
-    metrics = dict(zip(totals, parallel.all_reduce_sum(torch.stack(list(totals.values())))))
+    metrics = dict(zip(sums, parallel.all_reduce_sum(torch.stack(list(sums.values())))))
     metrics["loss"] += friends.extra_gradient(model, batch, config, algorithm=algorithm, entropy=metrics["entropy"],
                                               sample=sample, token_logprobs=ENGINES[config.engine][1])
-    if not sharded:
-        parallel.add_gradients(model.parameters())
-    metrics["grad_norm"] = parallel.whole(torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm))
+    metrics["grad_norm"] = parallel.clip_gradients(model, config.max_grad_norm)
     if not torch.isfinite(metrics["loss"] + metrics["grad_norm"]):
-        raise FloatingPointError(f"the loss ({metrics['loss']:.3g}) or its gradient norm ({metrics['grad_norm']:.3g}) is not finite")
+        raise FloatingPointError(f"the loss ({metrics['loss']:.3g}) or its gradient norm ({metrics['grad_norm']:.3g}) "
+                                 "is not finite")
     optimizer.step()
     return evaluation.batch_metrics(metrics, batch, all_rewards, all_lengths, all_logprobs)
 
 
 def train(config: Config) -> dict:
-    """One run, from the base model or its last checkpoint to a complete run directory. Returns before, after and seconds."""
-    started, device, algorithm = time.perf_counter(), parallel.start(pick_device(config.device)), chosen_algorithm(config)
+    """One run, from the base model or its last checkpoint to a complete run directory: before, after and seconds."""
+    started, algorithm = time.perf_counter(), chosen_algorithm(config)
+    device = parallel.start(pick_device(config.device))
     run = Run(config)  # the run directory, its lock, its checkpoints
-    seed_everything(parallel.own_seed(config.seed))  # for a reward of the user's; what is drawn here has generators of its own
+    seed_everything(parallel.own_seed(config.seed))  # for a reward of the user's; what is drawn here has own generators
     with parallel.main_process_first():
         task = load_task(config)
-        model, tokenizer = load_model(run.folder or config.model, device=device, cache_dir=config.cache_dir, task=config.task)
+        model, tokenizer = load_model(run.folder or config.model, device=device, cache_dir=config.cache_dir,
+                                      task=config.task)
     task = drop_long_prompts(task, model, tokenizer, config)
     config = choose_engine(model, tokenizer, task, config, ENGINES)
     sampler = copy_for_sampling(model, config)
@@ -637,23 +649,23 @@ def train(config: Config) -> dict:
         recompute_activations(model)
     if config.shard:
         parallel.shard(model, fast.token_logprobs, compute_dtype=autocast_dtype(config, device))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=0.0, fused=device.type != "mps")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=0.0,
+                                  fused=device.type != "mps")
     sampling = torch.Generator(device).manual_seed(parallel.own_seed(config.seed))
     dropping = torch.Generator().manual_seed(config.seed)  # decided for the whole batch, alike in all processes
     run.attach(model, tokenizer, sampler, optimizer, sampling, dropping)
     version, queue = run.begin(Rollout)  # the queue is the first-in first-out buffer between sampler and trainer
-
     sample = functools.partial(ENGINES[config.engine][0], max_new_tokens=config.max_new_tokens, generator=sampling,
                                eos_ids=stop_ids(model, tokenizer), pad_id=tokenizer.pad_token_id)
-
-    def measure():
-        with parallel.policy_to_sample(model, sampler) as policy:
-            return evaluation.evaluate(collect, policy, tokenizer, task, config)
 
     def sample_batch(number):
         draw = functools.partial(collect, sampler, tokenizer, config=config, version=version, generator=sampling,
                                  algorithm=algorithm, number=number)
         return friends.training_batch(draw, task, number, config, algorithm=algorithm)
+
+    def measure():
+        with parallel.policy_to_sample(model, sampler) as policy:
+            return evaluation.evaluate(collect, policy, tokenizer, task, config)
 
     if run.is_new:
         with run.guard(0):
@@ -665,30 +677,27 @@ def train(config: Config) -> dict:
             if (step - 1) % config.sync_interval == 0 and not config.offline:  # refresh the sampler
                 version = step - 1
                 if sampler is not model:
-                    parallel.copy_weights(model, sampler)  # the numbers: a sampler that shares them would never be stale
-            while len(queue) <= config.sync_offset:  # sample a batch into the queue
+                    parallel.copy_weights(model, sampler)  # its own numbers: one that shared them would never be stale
+            while len(queue) <= config.sync_offset:  # sample batches into the queue
                 queue.append(sample_batch(step + len(queue)))
             batch = queue.popleft()  # take the oldest
             metrics = {"step": step, "staleness": step - 1 - batch.version}
-            metrics |= train_step(model, optimizer, batch, config, algorithm=algorithm, generator=dropping, sample=sample)
+            metrics |= train_step(model, optimizer, batch, config, algorithm=algorithm, generator=dropping,
+                                  sample=sample)
             responses = config.prompts_per_step * config.group_size
             metrics["tokens_per_second"] = responses * metrics["completion_length"] / (time.perf_counter() - began)
-            if step % config.eval_every == 0 or step == config.steps:
+            if step % config.eval_every == 0 or step == config.steps:  # measure
                 metrics |= measure()
             run.record(metrics, batch.samples)
             run.save_when_due(step, version, queue)
         run.report(step, metrics)
-    history = run.finish()  # model/
-    if history is None:  # not the main process
-        return {}
-    pictures.plot_run(history, run.out, title=config.algorithm)
-    evaluations = [line for line in history if "eval_accuracy" in line]
-    return {"before": evaluations[0]["eval_accuracy"], "after": evaluations[-1]["eval_accuracy"],
-            "low": evaluations[-1]["eval_low"], "high": evaluations[-1]["eval_high"], "seconds": time.perf_counter() - started}
+    return run.finish(started)
 
 
 def try_loss(config: Config) -> None:
-    policy_loss(*torch.zeros(3, 1, 1), torch.ones(1, 1), algorithm=chosen_algorithm(config), constant=config.max_new_tokens)
+    """The loss itself knows which bounds go together."""
+    policy_loss(*torch.zeros(3, 1, 1), torch.ones(1, 1), algorithm=chosen_algorithm(config),
+                constant=config.max_new_tokens)
 
 
 def main(argv=None) -> None:
@@ -698,9 +707,10 @@ def main(argv=None) -> None:
         if config.exercise:
             sys.exit(exercise(EXERCISES, config.exercise, config.answer))
         if config.dry_run:
-            return plan.dry_run(config, chosen_algorithm(config))
+            sys.exit(plan.dry_run(config, chosen_algorithm(config)))
         if config.map:
-            return pictures.draw_map(config.map, FAMILIES, functools.partial(pictures.gradient_weight, policy_loss, red_weight))
+            weight = functools.partial(pictures.gradient_weight, policy_loss, red_weight, friends.token_advantages)
+            return pictures.draw_map(config.map, FAMILIES, weight)
         if config.eval_only:
             return evaluation.evaluate_only(config, collect)
         if config.calibrate:
@@ -708,7 +718,8 @@ def main(argv=None) -> None:
         if config.compare:
             return comparison.compare(config, train)
         setting = "offline" if config.offline else f"I{config.sync_interval}-m{config.sync_offset}"
-        config.out = config.out or f"runs/{config.algorithm}-{pathlib.Path(config.task).stem}-{setting}-seed{config.seed}"
+        name = f"{config.algorithm}-{pathlib.Path(config.task).stem}-{setting}-seed{config.seed}"
+        config.out = config.out or f"runs/{name}"
         comparison.print_result(train(config), config)
     except (UserError, FloatingPointError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -144,6 +144,13 @@ def add_gradients(parameters, *, bucket: int = 2**25) -> None:
             waiting, count = [], 0
 
 
+def clip_gradients(model, most: float):
+    """Sum the processes' gradients, unless shards have done so, and clip their global L2 norm, which is returned."""
+    if not is_sharded(model):
+        add_gradients(model.parameters())
+    return whole(torch.nn.utils.clip_grad_norm_(model.parameters(), most))
+
+
 # %% Shards: every process holds a part of each weight, and of all that comes with it (FSDP2)
 
 

@@ -4,7 +4,6 @@ import pathlib
 
 import torch
 
-from under_the_hood.friends import token_advantages
 from utils import figure, method_style, save_figure
 
 
@@ -49,7 +48,7 @@ def plot_comparison(histories: dict, out: pathlib.Path, *, setting: str) -> None
     save_figure(fig, out, "compare")
 
 
-def gradient_weight(policy_loss, red_weight, algorithm, ratio, advantages):
+def gradient_weight(policy_loss, red_weight, token_advantages, algorithm, ratio, advantages):
     """−∂L/∂log π of one-token responses, by autograd through 06's policy_loss, (N,), (N,) → (N,).
 
     What a row does outside this formula (other data, other rewards, a second batch) is not in it.

@@ -196,16 +196,23 @@ def remedies(config, setting: Setting):
             yield value, replace(config, **{name: value}), setting
 
     shortest = min(config.micro_batch_tokens, setting.length + config.group_size * config.max_new_tokens)
+    savings = {"micro_batch_tokens": shortest, "gradient_checkpointing": True, "eval_samples": 1}
+    savings = {name: value for name, value in savings.items() if getattr(config, name) != value}  # what is not set yet
+    thrifty = replace(config, **savings)
+    flags = " ".join(f"--{name.replace('_', '-')}" + f" {value}" * (value is not True) for name, value in savings.items())
     devices = [n for n in (2, 4, 8, 16, 32, 64) if n > setting.processes and config.prompts_per_step % n == 0]
-    thrifty = replace(config, micro_batch_tokens=shortest, gradient_checkpointing=True, eval_samples=1)
+    shard = "more devices:" if config.shard else "--shard, devices:"
     yield "--micro-batch-tokens", [*halved("micro_batch_tokens", shortest)]
-    yield "--gradient-checkpointing", [("", replace(config, gradient_checkpointing=True), setting)]
-    yield "--engine paged", [("", replace(config, engine="paged"), setting)] if setting.cuda else []
+    if not config.gradient_checkpointing:
+        yield "--gradient-checkpointing", [("", replace(config, gradient_checkpointing=True), setting)]
+    if setting.cuda and config.engine != "paged":
+        yield "--engine paged", [("", replace(config, engine="paged"), setting)]
     yield "--eval-samples", [*halved("eval_samples", 1)]
-    yield f"--micro-batch-tokens {shortest} --gradient-checkpointing --eval-samples 1", [("", thrifty, setting)]
-    yield "--shard, devices:", [(n, replace(config, shard=True), replace(setting, processes=n)) for n in devices]
-    yield (f"--micro-batch-tokens {shortest} --gradient-checkpointing --eval-samples 1 --shard, devices:",
-           [(n, replace(thrifty, shard=True), replace(setting, processes=n)) for n in devices])
+    if len(savings) > 1:
+        yield flags, [("", thrifty, setting)]
+    yield shard, [(n, replace(config, shard=True), replace(setting, processes=n)) for n in devices]
+    if savings:
+        yield f"{flags} {shard}", [(n, replace(thrifty, shard=True), replace(setting, processes=n)) for n in devices]
     yield "another experiment, --prompts-per-step", [*halved("prompts_per_step", 1)]
     yield "another experiment, --max-new-tokens", [*halved("max_new_tokens", 1)]
 
@@ -253,10 +260,10 @@ def longest_prompt(config, task, tokenizer, context):
     return (longest, "the longest") if 0 < longest <= limit else (limit, "the limit")  # 0: a tokenizer without a vocabulary
 
 
-def dry_run(config, algorithm) -> None:
-    """--dry-run: print the plan of a run. algorithm: the row of --algorithm."""
+def dry_run(config, algorithm) -> int:
+    """--dry-run: print the plan of a run; its exit status, 3 when the run does not fit. algorithm: the row of --algorithm."""
     if os.environ.get("RANK", "0") != "0":
-        return  # torchrun started several of us
+        return 0  # torchrun started several of us
     model_config, tokenizer, source = find_model(config)
     try:
         shape = describe(model_config)
@@ -295,11 +302,12 @@ def dry_run(config, algorithm) -> None:
     own = sum([*parts["held all the time"].values()][3:])
     print(f"disk      {size(3 * FLOAT * shape.parameters + own)} for a checkpoint, and as much again while the next is written")
     if available == math.inf:
-        return print(f"device    {device}, of unknown memory: say how much there is with --device-memory GiB")
+        print(f"device    {device}, of unknown memory: say how much there is with --device-memory GiB")
+        return 0
     verdict = "fits" if needed <= usable else "does NOT fit"
     print(f"device    {device}, {size(available)}, of which {USABLE:.0%} count. The run {verdict}")
     if needed <= usable:
-        return
+        return 0
     totals = [sum(numbers.values()) for numbers in parts.values()]
     over = [(phase.split()[0].strip(","), totals[0] + count * (phase != "held all the time"))
             for phase, count in zip(parts, totals, strict=True)]
@@ -310,3 +318,4 @@ def dry_run(config, algorithm) -> None:
         value, count = enough[0] if enough else min(tried, key=lambda pair: pair[1], default=("", needed))
         if count < needed and (enough or "another" not in change):
             print(f"{size(count):>14}  {'and fit' if enough else 'too much still'}, with {change} {value}".rstrip())
+    return 3

@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from collections import deque
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 
 from under_the_hood import parallel
 from under_the_hood.errors import RunStopped, UserError, one_line, require
+from under_the_hood.pictures import plot_run
 
 METRICS = {  # what a line of metrics.jsonl says; --help ends with it
     "step": "optimizer steps so far; step 0 only evaluates",
@@ -53,7 +55,7 @@ class Run:
         run.attach(model, tokenizer, …)         what is saved and restored
         version, queue = run.begin(Rollout)     the checkpoint's, or (0, empty)
         for step in run.steps(): with run.guard(step): …; run.record(metrics); run.save_when_due(step, version, queue)
-        run.finish()                            model/, once training is over
+        run.finish(started)                     model/ and curves.png; the result
     """
 
     def __init__(self, config):
@@ -154,15 +156,20 @@ class Run:
         if self.signals and step < self.config.steps:
             raise RunStopped(f"by {self.signals[0]} after step {step}; continue with --resume --out {self.out}")
 
-    def finish(self) -> list | None:
-        """Write model/; the lines of metrics.jsonl on rank 0, None elsewhere."""
+    def finish(self, started: float) -> dict:
+        """Write model/ and curves.png; accuracy before and after with its interval, and seconds. Nothing on other ranks."""
         with self.guard(self.config.steps):
             final = parallel.ordinary_model(self.model, self.sampler)
             if not self.main_process:
-                return None
+                return {}
             replace_folder(self.out / "model",
                            lambda folder: (final.save_pretrained(folder), self.tokenizer.save_pretrained(folder)))
-            return read_metrics(self.out)
+            history = read_metrics(self.out)
+            plot_run(history, self.out, title=self.config.algorithm)
+        evaluations = [line for line in history if "eval_accuracy" in line]
+        first, last = evaluations[0], evaluations[-1]
+        return {"before": first["eval_accuracy"], "after": last["eval_accuracy"], "low": last["eval_low"],
+                "high": last["eval_high"], "seconds": time.perf_counter() - started}
 
 
 def redraw_seconds() -> float:
