@@ -1,521 +1,250 @@
 """Lesson 01: REINFORCE, and what "on-policy" buys.
 
-Claim. If the responses come from the policy itself, the mean of reward × ∇ log π is exactly the gradient of the
-expected reward, and a baseline changes only its variance. If they come from anywhere else, neither is true, and the
-textbook repair, importance sampling, pays with a variance that grows exponentially with the length of the response.
+If the responses come from the policy itself, the mean of reward × ∇log π is exactly the gradient of the expected
+reward, and a baseline changes only the noise. If they come from anywhere else, neither is true. The textbook repair,
+importance sampling, is exact again, and pays with a variance that grows exponentially with the length of a response.
+The worlds here are so small that an expectation is a sum over EVERY response: the numbers are exact, not estimates.
 
-Equations checked here, each by summing over EVERY response (background to section 2 of arXiv 2509.24203). π is the
-policy, π_b the behaviour policy that produced the data, s = ∇ log π the score, J = E_{y~π} r(y), ρ = π/π_b:
-  (1.1)  E_π[r s] = ∇J                                       for a softmax bandit: π ⊙ (r − J)
-  (1.2)  E_π[(r − b) s] = ∇J for every constant b;           V(b) = V(b*) + (b − b*)² E‖s‖²,   b* = E[r‖s‖²] / E‖s‖²
-  (1.3)  E_b[(r − b) s] = ∇ E_b[(r − b) log π] ≠ ∇J          off-policy: another objective, and b now changes it
-  (1.4)  E_b[ρ r s] = ∇J;   E_b[ρ²] = (Σ_a π(a)²/π_b(a))^T   for T independent tokens
-  (1.5)  E_b[r Σ_t ρ_t s_t] = ∇ E_b[r Σ_t ρ_t] ≠ ∇J          token-level ratios: tame variance, biased again
-  (1.6)  −mean(ρ A) = 0 while its gradient is −mean(A s)     at ρ = 1 and ΣA = 0: the value of the loss says nothing
-
-How to run:  python 01_reinforce.py       (--quick: fewer seeds; --exercise N: check your own answer)
-What you see: a table of claims after about 5 seconds, and in figures/ the pictures 01_baseline, 01_importance, 01_loss.
-Before it:   nothing. You need the chain rule, and to know that a language model is a softmax over the next token.
-
-symbol    tensor           shape       meaning
-θ         logits           (S, V)      one row of logits per prefix; a bandit has the single row of the empty prefix
-y         tokens           (N, T)      all N responses, padded to T tokens
-          states, mask     (N, T)      the row of `logits` that produced each token; True where there is a token
-s_t       scores           (N, T, S, V)  ∇_θ log π(token t | prefix)
-π(y)      probs            (N,)        probability of each response; behaviour_probs likewise
-r(y)      rewards          (N,)
+Run it:   python 01_reinforce.py      (--quick: fewer seeds; --claims: the full table; --exercise 1: your turn)
+You see:  six sections in about 3 seconds, and in figures/ the pictures 01_baseline, 01_importance and 01_loss.
+You need: the chain rule, and to know that a language model is a softmax over the next token.
 """
-
+# %% Setup
 import torch
 
-import utils
+from utils import Lesson, figure, method_style
 
-# %% The policy: a table of logits. Every response is written down, so an expectation is a sum and not an estimate.
+lesson = Lesson(__name__, __doc__)
+REWARDS = torch.tensor([0.0, 0.8, 1.0], dtype=torch.float64)    # a bandit: three possible responses, the last is best
+BEHAVIOUR = torch.tensor([0.3, 0.6, 0.1], dtype=torch.float64)  # a policy that dislikes the best one
+UNIFORM = torch.full((3,), 1 / 3, dtype=torch.float64)
 
+# %% [markdown]
+# ## 1. The gradient of an expected reward
+# A policy π with parameters θ draws a response y, and a reward r(y) comes back. We want to climb J = E_{y~π} r(y). The
+# reward is a black box without derivatives. We need none: in J = Σ_y π(y)·r(y) only π depends on θ, and ∇π = π·∇log π:
+#
+#     ∇J = Σ_y r(y)·∇π(y) = Σ_y π(y)·r(y)·∇log π(y) = E_π[r·s],      s(y) = ∇log π(y), the score             (1.1)
+#
+# So draw y from π and step along r·s: that is REINFORCE. The smallest policy has one logit θ_a for each of three
+# responses. From log π(y) = θ_y − log Σ_a exp θ_a follow s(y) = e_y − π (e_y is 1 at y and 0 elsewhere) and therefore
+# ∂J/∂θ_a = π_a·(r_a − J): up with the arms that are better than the mean.
+#
+# In a language model a response is a string of tokens: log π(y) = Σ_t log π(y_t | y_<t), so the score is a sum over
+# tokens, s = Σ_t s_t. Ours knows three tokens, looks one token back and always writes three: 27 possible responses.
+# %%
+def softmax_scores(probs):
+    """s(y) = ∇_θ log π(y) = e_y − π of every response y: (A,) → (A, A), one row for each y."""
+    return torch.eye(len(probs), dtype=probs.dtype) - probs
 
-def enumerate_responses(*, vocabulary, max_length, end=None):
-    """All responses over tokens 0 … vocabulary−1: tokens, states, mask, each (N, T) with T = max_length.
+def mean_and_variance(sampling_probs, values):
+    """Exact mean (P,) and total variance of an estimator that takes values (N, P), a row for each response."""
+    mean = sampling_probs @ values
+    return mean, sampling_probs @ (values - mean).square().sum(-1)
 
-    `end` is the token that ends a response early; None lets every response run to max_length. states[i, t] numbers the
-    prefix before token t, shortest first: the row of the logits table that produced the token. Padding holds 0 in both.
-    """
-    if vocabulary < 2 or max_length < 1:
-        raise ValueError(f"need at least 2 tokens and length 1, got vocabulary={vocabulary}, max_length={max_length}")
-    if end not in (None, *range(vocabulary)):
-        raise ValueError(f"end must be a token, 0 … {vocabulary - 1}, or None for no end, not {end}")
-    finished, growing = [], [()]
-    for _ in range(max_length):
-        longer = [prefix + (token,) for prefix in growing for token in range(vocabulary)]
-        finished += [response for response in longer if response[-1] == end]
-        growing = [response for response in longer if response[-1] != end]
-    responses = finished + growing
-    prefixes = {response[:t] for response in responses for t in range(len(response))}
-    row = {prefix: i for i, prefix in enumerate(sorted(prefixes, key=lambda prefix: (len(prefix), prefix)))}
-    padding = [(0,) * (max_length - len(response)) for response in responses]
-    tokens = torch.tensor([response + pad for response, pad in zip(responses, padding)])
-    states = torch.tensor([tuple(row[response[:t]] for t in range(len(response))) + pad
-                           for response, pad in zip(responses, padding)])
-    lengths = torch.tensor([len(response) for response in responses])
-    return tokens, states, torch.arange(max_length) < lengths[:, None]
+def string_logprobs(logits):
+    """log π(y_t | y_{t−1}) of all 27 strings, (27, 3): logits (4, 3), a row for each token before, row 3 for none."""
+    return torch.log_softmax(logits, -1)[torch.nn.functional.pad(STRINGS[:, :-1], (1, 0), value=3), STRINGS]
 
+lesson.section("1. The gradient of an expected reward")
+gradient, _ = mean_and_variance(UNIFORM, REWARDS[:, None] * softmax_scores(UNIFORM))
+lesson.check("(1.1) three arms, π uniform, J = .6: E[r·s] = π·(r − J)", gradient, [-1 / 5, 1 / 15, 2 / 15])
+STRINGS = torch.cartesian_prod(*[torch.arange(3)] * 3)
+logits, behaviour_logits = torch.randn(2, 4, 3, dtype=torch.float64, generator=lesson.generator).requires_grad_()
+rewards = torch.rand(27, dtype=torch.float64, generator=lesson.generator)
+probs = string_logprobs(logits).sum(-1).exp()  # (27,)
+exact = torch.autograd.grad(probs @ rewards, logits)[0].flatten()
+token_scores = torch.autograd.functional.jacobian(string_logprobs, logits).flatten(2)  # (27, 3 tokens, 12 parameters)
+probs, scores = probs.detach(), token_scores.sum(1)
+mean, _ = mean_and_variance(probs, rewards[:, None] * scores)
+lesson.check("(1.1) 27 strings: largest |E[r Σ_t s_t] − ∇J|, ∇J by autograd", (mean - exact).abs().max(), 0)
+lesson.say("Sample from the policy, multiply the score by the reward: the mean is the gradient of J.")
 
-def table_logprobs(logits, tokens, states, mask):
-    """log π(token | prefix) of every token: (S, V) logits → (N, T), 0 on padding."""
-    logprobs = torch.log_softmax(logits, -1)[states, tokens]
-    return torch.where(mask, logprobs, torch.zeros_like(logprobs))
+# %% [markdown]
+# ## 2. A baseline is free
+# Probabilities always sum to 1, so E_π[s] = Σ_y π·∇log π = ∇ Σ_y π = 0. Subtracting a constant b from the reward leaves
+# the mean alone: E_π[(r − b)·s] = ∇J. It changes the noise. The total variance of one sample (summed over coordinates)
+# is the mean square minus the square of the mean, E[(r − b)²‖s‖²] − ‖∇J‖², a parabola in b. Completing the square:
+#
+#     V(b) = V(b*) + (b − b*)²·E‖s‖²,      b* = E[r‖s‖²] / E‖s‖²                                             (1.2)
+#
+# For π = (.3, .6, .1): ‖s(y)‖² = 1 − 2π(y) + ‖π‖² = (.86, .26, 1.26), rare responses have long scores. The means are
+# E‖s‖² = .54 and E[r‖s‖²] = .2508. The usual choice, b = J = E_π r, would be best if all scores were equally long.
+# %%
+def variance_of_one_sample(probs, rewards, baseline):
+    return mean_and_variance(probs, (rewards - baseline)[:, None] * softmax_scores(probs))[1]
 
+lesson.section("2. A baseline is free")
+means = torch.stack([mean_and_variance(probs, (rewards - b)[:, None] * scores)[0] for b in (-3.0, 0.5, 10.0)])
+lesson.check("27 strings, b = −3, .5, 10: largest |E[(r − b)·s] − ∇J|", (means - exact).abs().max(), 0)
+squared_length = softmax_scores(BEHAVIOUR).square().sum(-1)
+best = BEHAVIOUR @ (REWARDS * squared_length) / (BEHAVIOUR @ squared_length)
+lesson.check("(1.2) π = (.3, .6, .1), J = .58: b* = .2508/.54", best, 0.2508 / 0.54)
+lesson.say("On-policy a baseline may be anything; the mean reward is a good habit, though not the optimum.")
 
-def table_scores(logits, tokens, states, mask):
-    """∇_θ log π(token | prefix) of every token, (N, T, S, V): e_token − π(·|prefix) in its prefix's row, else 0."""
-    one_hot = torch.nn.functional.one_hot(tokens, logits.shape[-1])
-    rows = torch.where(mask[..., None], one_hot - torch.softmax(logits, -1)[states], 0.0)
-    which = torch.nn.functional.one_hot(states, logits.shape[0])
-    return which[..., None] * rows[..., None, :]
-
-
-def require_distribution(probs):
-    """Raise ValueError unless the last dimension of `probs` is a probability distribution."""
-    if (probs < 0).any() or not torch.allclose(probs.sum(-1), torch.ones_like(probs.sum(-1)), atol=1e-6):
-        raise ValueError("probabilities must be ≥ 0 and sum to 1 over all responses; normalise them first")
-
-
-def require_one_shape(*tensors):
-    """Raise ValueError unless all are (N,), one entry per response: broadcasting would hide any other shape."""
-    if any(tensor.dim() != 1 or tensor.shape != tensors[0].shape for tensor in tensors):
-        raise ValueError("need one entry per response, (N,), in every argument, not "
-                         + ", ".join(str(tuple(tensor.shape)) for tensor in tensors))
-
-
-# %% Estimators: what one sampled response contributes, averaged exactly
-
-
-def estimator_moments(sampling_probs, weights, scores):
-    """Exact mean and total variance of the estimator g(y) = Σ_t w_t(y) s_t(y) with y ~ sampling_probs.
-
-    sampling_probs: (N,). weights: (N, T), for example r(y) at every token (REINFORCE) or ρ(y)·r(y) (importance
-    sampling). scores: (N, T, S, V). Returns the mean (S, V) and the trace of the covariance, a scalar.
-    """
-    require_distribution(sampling_probs)
-    if weights.shape != scores.shape[:2]:
-        raise ValueError(f"weights need one entry per token, {tuple(scores.shape[:2])}, not {tuple(weights.shape)}")
-    contributions = torch.einsum("nt,ntsv->nsv", weights, scores)
-    mean = torch.einsum("n,nsv->sv", sampling_probs, contributions)
-    return mean, sampling_probs @ (contributions - mean).square().sum((-2, -1))
-
-
-def bandit_gradient(probs, rewards):
-    """∇J of a softmax bandit with respect to its logits, (A,): π ⊙ (r − J)  (1.1)."""
-    require_distribution(probs)
-    require_one_shape(probs, rewards)
-    return probs * (rewards - probs @ rewards)
-
-
+# %% [markdown]
+# ## 3. On someone else's data the baseline changes the answer
+# Now the data come from a behaviour policy π_b, while we train another policy π. π_b does not depend on θ, so
+#
+#     E_b[(r − b)·s] = Σ_y π_b(y)·(r(y) − b)·∇log π(y) = ∇ E_b[(r − b)·log π]   ≠   ∇J                        (1.3)
+#
+# This climbs a weighted imitation: copy what is better than b, as often as π_b offers it. And E_b[s] is no longer 0, so
+# b counts. With three arms, coordinate a of (1.3) is π_b(a)·(r_a − b) − π(a)·E_b[r − b]. At b = E_b[r] = .58 the last
+# term is 0, and the policy that we train is gone from its own update. (Lesson 03 begins there.)
+# %%
 def off_policy_bandit_update(probs, behaviour_probs, rewards, *, baseline):
-    """E_b[(r − b) ∇ log π] of a softmax bandit, (A,): π_b ⊙ (r − b) − π · E_b[r − b]  (1.3)."""
-    require_distribution(probs)
-    require_distribution(behaviour_probs)
-    require_one_shape(probs, behaviour_probs, rewards)
     weighted = behaviour_probs * (rewards - baseline)
     return weighted - probs * weighted.sum()
 
+lesson.section("3. On someone else's data the baseline changes the answer")
+baselines = torch.linspace(-0.2, 1.2, 71, dtype=torch.float64)
+updates = torch.stack([off_policy_bandit_update(UNIFORM, BEHAVIOUR, REWARDS, baseline=b) for b in baselines])
+lesson.check("(1.3) π uniform, data from π_b, b = 0: arm 3 goes DOWN", updates[10], [-.58 / 3, .86 / 3, -.28 / 3])
+lesson.check("(1.3) b = .4: arm 3 does not move, .1·(1 − .4) = (.58 − .4)/3", updates[30, 2], 0)
+lesson.check("(1.3) b = E_b[r] = .58: arm 3 goes up, though less than arm 2", updates[39], [-0.174, 0.132, 0.042])
+if lesson.draws:
+    fig, (left, right) = figure(2)
+    left.plot(baselines, torch.stack([variance_of_one_sample(BEHAVIOUR, REWARDS, b) for b in baselines]), color="0.4")
+    for b, marker, name in (0, "s", "none, b = 0"), (0.58, "^", "mean reward, b = J = .58"), (best, "o", "b* = .46"):
+        left.plot([b], [variance_of_one_sample(BEHAVIOUR, REWARDS, b)], "k" + marker, label=name)
+    left.set(title="On-policy a baseline changes only the noise", xlabel="baseline b", ylabel="variance", ylim=(0, .4))
+    left.legend(loc="upper center")
+    for arm, height, name in (0, -0.235, "arm 1"), (1, -0.08, "arm 2"), (2, 0.21, "arm 3, the best"):
+        right.plot(baselines, updates[:, arm], "-", color="#D55E00" if arm == 2 else "0.6", linewidth=1.5 + arm)
+        right.text(1.2, height, name, ha="right")
+    right.annotate("sign flips\nat b = .4", (0.4, 0), (0.55, -0.14), arrowprops={"arrowstyle": "->"})
+    right.annotate("b = E_b[r] = .58", (0.58, 0.042), (0.45, 0.28), arrowprops={"arrowstyle": "->"})
+    right.axhline(0, color="black", linewidth=0.8, linestyle="-")
+    right.set(title="Off-policy it decides where the best arm goes", xlabel="baseline b", ylim=(-0.26, 0.36),
+              ylabel="expected change of the logit")
+    lesson.save_figure(fig, "01_baseline")
+lesson.say("Off-policy the baseline is not about noise: below .4 the best arm is pushed down.")
 
-def optimal_baseline(probs, rewards, scores):
-    """The constant b* that minimises the total variance of (r − b)·s: E[r‖s‖²] / E‖s‖²  (1.2). s = Σ_t s_t."""
-    require_distribution(probs)
-    squared_norm = scores.sum(1).square().sum((-2, -1))
-    require_one_shape(probs, rewards, squared_norm)
-    return (probs * rewards * squared_norm).sum() / (probs * squared_norm).sum()
+# %% [markdown]
+# ## 4. Importance sampling: exact, and hopeless for long responses
+# Weight each response by the importance ratio ρ(y) = π(y)/π_b(y). If π_b can go wherever π can,
+#
+#     E_b[ρ·r·s] = Σ_y π_b·(π/π_b)·r·s = E_π[r·s] = ∇J                                                       (1.4)
+#
+# The price is in the weights. Their mean is E_b[ρ] = Σ_y π = 1; their variance E_b[(ρ − 1)²] = E_b[ρ²] − 1 is called χ²
+# (chi-squared). What does it cost? A plain average of m rewards of variance σ² has variance σ²/m. The weighted average
+# Σρ_i r_i / Σρ_i of n rewards that know nothing of their weights has variance σ²·Σρ_i²/(Σρ_i)². The two agree at
+# m = (Σρ_i)²/Σρ_i² ≈ n/E_b[ρ²] = n/(1 + χ²): so many plain responses are n weighted ones worth, the EFFECTIVE SAMPLE
+# SIZE. Now let a response be T independent tokens, ρ = Π_t ρ_t. Means of independent factors multiply:
+#
+#     E_b[ρ²] = Π_t E_b[ρ_t²] = (1 + χ²)^T,      1 + χ² = Σ_a π(a)²/π_b(a) for one token                      (1.5)
+#
+# Why so bad? log ρ is a sum of T terms with a negative mean, so nearly every weight sinks towards 0, and the mean of 1
+# is kept up by a few giants, which a finite sample hardly ever contains.
+# %%
+lesson.section("4. Importance sampling: exact, and hopeless for long responses")
+token_ratios = (string_logprobs(logits) - string_logprobs(behaviour_logits)).exp()
+behaviour_probs = string_logprobs(behaviour_logits).sum(-1).exp()
+mean, _ = mean_and_variance(behaviour_probs, (token_ratios.prod(-1) * rewards)[:, None] * scores)
+lesson.check("(1.4) 27 strings from another policy: largest |E_b[ρ r s] − ∇J|", (mean - exact).abs().max(), 0)
+eight = torch.cartesian_prod(*[torch.arange(3)] * 8)
+second_moment = BEHAVIOUR[eight].prod(-1) @ (UNIFORM / BEHAVIOUR)[eight].prod(-1) ** 2
+lesson.check("(1.5) π uniform, χ² = 2/3, all 6561 strings of 8 tokens: 1000 are worth 1000·(3/5)^8",
+             1000 / second_moment, 1000 * 0.6**8)
+lesson.say("After eight tokens of disagreement, 17 of 1000 responses are left; after twenty, none.")
 
+# %% [markdown]
+# ## 5. Ratios per token: some bias for much less noise
+# PPO and GRPO weight each token by its own ratio ρ_t = π(y_t|y_<t)/π_b(y_t|y_<t) alone. As ρ_t·s_t = ∇ρ_t,
+#
+#     E_b[r·Σ_t ρ_t·s_t] = ∇ E_b[r·Σ_t ρ_t]   ≠   ∇J                                                         (1.6)
+#
+# The weights stay tame, but the tokens before and after t are still those of π_b. A chain shows what that does: T
+# independent tokens, r = Π_t q(y_t), q = (.2, .6, 1). Here J = (E_π q)^T, so ∇J = T·(E_π q)^(T−1)·∇E_π q. In (1.6) the
+# other T − 1 tokens contribute E_b q = .52 instead of E_π q = .6: the right direction, too short by (.52/.6)^(T−1).
+# %%
+def chain_errors(length, *, responses=256, quality=torch.tensor([0.2, 0.6, 1.0], dtype=torch.float64)):
+    """Root mean square error / ‖∇J‖ with no ratio, token ratios, the whole ratio: (3,). The baseline is E_b[r]."""
+    strings = torch.cartesian_prod(*[torch.arange(3)] * length).view(-1, length)
+    ratios, token_scores = (UNIFORM / BEHAVIOUR)[strings], softmax_scores(UNIFORM)[strings]
+    sampling, advantages = BEHAVIOUR[strings].prod(-1), quality[strings].prod(-1) - 0.52**length
+    exact, _ = mean_and_variance(UNIFORM[strings].prod(-1), advantages[:, None] * token_scores.sum(1))
+    errors = []
+    for weights in torch.ones_like(ratios), ratios, ratios.prod(-1, keepdim=True):
+        mean, variance = mean_and_variance(sampling, advantages[:, None] * (weights[..., None] * token_scores).sum(1))
+        errors.append(((mean - exact).square().sum() + variance / responses).sqrt() / exact.norm())
+    return torch.stack(errors)
 
-def ratio_second_moment(probs, behaviour_probs, length):
-    """E_b[ρ²] of `length` independent tokens, each from `probs` (A,): (Σ_a π(a)²/π_b(a))^length  (1.4).
+lesson.section("5. Ratios per token: some bias for much less noise")
+bias = torch.stack([chain_errors(length, responses=torch.inf)[1] for length in (2, 3, 4)])
+lesson.check("(1.6) T = 2, 3, 4: their bias is 1 − (.52/.6)^(T−1)", bias, [1 - (0.52 / 0.6) ** n for n in (1, 2, 3)])
+lengths = range(1, 6 if lesson.quick else 9)
+error = torch.stack([chain_errors(length) for length in lengths])
+lesson.check("256 responses, T > 1: token ratios are the nearest", bool((error[1:, [1]] < error[1:, ::2]).all()), True)
+if lesson.draws:
+    fig, (left, right) = figure(2)
+    for chi_squared, line in (0.4, "-"), (0.066, "--"), (0.005, ":"):
+        label = f"χ² of one token: {chi_squared}"
+        left.semilogy(range(101), [(1 + chi_squared) ** length for length in range(101)], "k" + line, label=label)
+    left.set(title="Whole ratio: the cost explodes with the length", xlabel="length T", ylim=(0.5, 1e8),
+             ylabel="responses worth one from π")
+    left.legend(loc="lower right", bbox_to_anchor=(1, 0.35))
+    names = {"reinforce": "no ratio: biased", "reinforce-is": "token ratios: biased", "whole": "whole ratio: unbiased"}
+    for (name, label), values in zip(names.items(), error.T):
+        right.semilogy(lengths, values, label=label, **method_style(name, points=20))
+    right.set(title="Token ratios end up nearest to ∇J", xlabel="length T", ylabel="error / ‖∇J‖ with 256 responses")
+    right.legend()
+    lesson.save_figure(fig, "01_importance")
+lesson.say("A known, small error in every update beats being right on average and never in practice.")
 
-    That is (1 + χ²)^length with the χ² of one token. n weighted responses are worth about n / E_b[ρ²] unweighted ones.
-    """
-    require_distribution(probs)
-    require_distribution(behaviour_probs)
-    require_one_shape(probs, behaviour_probs)
-    possible = probs > 0
-    if (behaviour_probs[possible] <= 0).any():
-        raise ValueError("importance sampling needs π_b > 0 wherever π can go; give every token some probability")
-    return (probs[possible].square() / behaviour_probs[possible]).sum() ** length
-
-
+# %% [markdown]
+# ## 6. The value of the loss says nothing
+# A program wants a loss to differentiate. PPO's is −mean min(ρA, clip(ρ, 1−ε, 1+ε)·A): ρ = π/π_old, where π_old sampled
+# the batch, and A_i = r_i − r̄ (lesson 02). Before the first step on a batch ρ is exactly 1, and ∇ρ = ρ·s = s. So
+#
+#     loss = −mean A = 0,      ∇loss = −mean A·s ≠ 0                                                          (1.7)
+#
+# A loss of 0 is no broken run, a ratio of 1 is no broken ratio, and there is nothing to clip before the second step.
+# %%
 def ppo_clip_loss(logprobs, old_logprobs, advantages, *, eps):
-    """PPO's loss −mean over the last dimension of min(ρA, clip(ρ, 1−eps, 1+eps)·A), ρ = exp(logprobs − old_logprobs).
-
-    All inputs have one shape (..., B). eps = inf turns clipping off. ValueError: unequal shapes, eps < 0.
-    """
-    if not logprobs.shape == old_logprobs.shape == advantages.shape:
-        raise ValueError("logprobs, old_logprobs and advantages must have one shape, not "
-                         f"{tuple(logprobs.shape)}, {tuple(old_logprobs.shape)}, {tuple(advantages.shape)}")
-    if not eps >= 0:
-        raise ValueError(f"eps must be ≥ 0 (inf turns clipping off), got {eps}")
+    """−mean over the last dimension of min(ρA, clip(ρ, 1−eps, 1+eps)·A); eps = inf turns clipping off."""
+    if not (logprobs.shape == old_logprobs.shape == advantages.shape and eps >= 0):
+        raise ValueError(f"need three tensors of one shape and eps ≥ 0; got {advantages.shape}, {eps}")
     ratio = (logprobs - old_logprobs).exp()
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - eps, 1 + eps) * advantages).mean(-1)
 
+lesson.section("6. The value of the loss says nothing")
+two = torch.tensor([-1.3, -0.2], dtype=torch.float64, requires_grad=True)
+loss = ppo_clip_loss(two, two.detach(), torch.tensor([1.0, -1.0]), eps=0.2)
+lesson.check("(1.7) A = (1, −1) at ρ = 1: the loss", loss.abs(), 0)
+lesson.check("(1.7) … and its gradient", torch.autograd.grad(loss, two)[0], [-0.5, 0.5])
+bandit, log = torch.zeros(3, dtype=torch.float64), []
+for _ in range(30):  # one step on each batch of 256
+    log_policy = torch.log_softmax(bandit.requires_grad_(), -1)
+    arms = torch.multinomial(log_policy.detach().exp(), 256, replacement=True, generator=lesson.generator)
+    advantages = REWARDS[arms] - REWARDS[arms].mean()
+    loss = ppo_clip_loss(log_policy[arms], log_policy[arms].detach(), advantages, eps=0.2)
+    log.append(torch.stack([log_policy.exp() @ REWARDS, loss]).detach())
+    bandit = (bandit - 2 * torch.autograd.grad(loss, bandit)[0]).detach()
+expected_reward, losses = torch.stack(log, 1)
+lesson.check("the bandit, 30 batches, one step on each: largest |loss|", losses.abs().max(), 0)
+lesson.check("… and J at the end above .9", bool(expected_reward[-1] > 0.9), True)
+if lesson.draws:
+    fig, axis = figure(height=2.6)
+    axis.plot(range(30), expected_reward, "k-", range(30), losses, "k--")
+    axis.text(29, 0.84, "expected reward J", ha="right"), axis.text(29, 0.05, "loss", ha="right")
+    axis.set(title="The policy learns; the loss stays at 0", xlabel="batch, one step on each", ylim=(-0.1, 1.05))
+    lesson.save_figure(fig, "01_loss")
+lesson.say("Watch the reward, not the loss. Where data are fresh and used once, clipping does nothing.")
 
-# %% Experiments: each returns arrays
-
-ARMS = torch.tensor([0.0, 0.8, 1.0], dtype=torch.float64)  # the bandit that lesson 03 studies in depth
-BEHAVIOUR = torch.tensor([0.3, 0.6, 0.1], dtype=torch.float64)
-STEP_QUALITY = torch.tensor([0.2, 0.6, 1.0], dtype=torch.float64)
-SKEWED = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
-UNIFORM = torch.full((3,), 1 / 3, dtype=torch.float64)
-
-
-def bandit_scores(probs):
-    """(A, 1, 1, A): a bandit is the case of one token and one prefix, so the functions above serve it too."""
-    return table_scores(probs.log()[None], *enumerate_responses(vocabulary=len(probs), max_length=1))
-
-
-def counting_task():
-    """Vocabulary {0: stop, 1, 2}, at most 3 tokens: 15 responses. "1, 2, stop" earns 1, "1, 2" cut off .5, others 0."""
-    tokens, states, mask = enumerate_responses(vocabulary=3, max_length=3, end=0)
-    counted = (tokens[:, 0] == 1) & (tokens[:, 1] == 2)
-    rewards = torch.where(counted, torch.where(tokens[:, 2] == 0, 1.0, 0.5), 0.0).double()
-    return tokens, states, mask, rewards
-
-
-def variance_against_baseline(probs, rewards, baselines):
-    """Total variance of the one-sample estimator (r − b)·s for each b: (len(baselines),)."""
-    scores = bandit_scores(probs)
-    return torch.stack([estimator_moments(probs, (rewards - b)[:, None], scores)[1] for b in baselines])
-
-
-def token_level_bias(distances, *, generator):
-    """Relative bias ‖E_b[token-level estimator] − ∇J‖ / ‖∇J‖ at θ = θ_b + h·direction, for each distance h: (len,).
-
-    The counting task, with θ_b and the unit direction drawn once.
-    """
-    tokens, states, mask, rewards = counting_task()
-    behaviour_logits, direction = torch.randn(2, 7, 3, dtype=torch.float64, generator=generator)
-    direction = direction / direction.norm()
-    old = table_logprobs(behaviour_logits, tokens, states, mask)
-    biases = []
-    for h in distances:
-        logits = behaviour_logits + h * direction
-        logprobs = table_logprobs(logits, tokens, states, mask)
-        scores = table_scores(logits, tokens, states, mask)
-        per_token = rewards[:, None].expand(tokens.shape)
-        exact, _ = estimator_moments(logprobs.sum(-1).exp(), per_token, scores)
-        mean, _ = estimator_moments(old.sum(-1).exp(), per_token * (logprobs - old).exp(), scores)
-        biases.append((mean - exact).norm() / exact.norm())
-    return torch.stack(biases)
-
-
-def error_against_length(lengths, *, probs, behaviour_probs, responses):
-    """Bias and root mean squared error of three off-policy estimators of ∇J, as shares of ‖∇J‖: two (len(lengths), 3).
-
-    Columns: no ratio, token-level ratio, trajectory ratio. Error² = ‖bias‖² + variance / responses, all exact, with the
-    baseline E_b[r]. Every token comes from the same three logits, and a response is a chain: r = Π_t STEP_QUALITY[y_t].
-    """
-    biases, errors = [], []
-    for length in lengths:
-        tokens, states, mask = enumerate_responses(vocabulary=3, max_length=length)
-        shared = torch.zeros_like(states)  # one row of logits for all positions: independent tokens
-        logprobs, old = (table_logprobs(p.log()[None], tokens, shared, mask) for p in (probs, behaviour_probs))
-        scores = table_scores(probs.log()[None], tokens, shared, mask)
-        rewards = STEP_QUALITY[tokens].prod(-1)
-        sampling = old.sum(-1).exp()
-        advantages = (rewards - sampling @ rewards)[:, None].expand(tokens.shape)
-        exact, _ = estimator_moments(logprobs.sum(-1).exp(), advantages, scores)
-        token_ratio = (logprobs - old).exp()
-        moments = [estimator_moments(sampling, advantages * weight, scores)
-                   for weight in (1.0, token_ratio, token_ratio.prod(-1, keepdim=True))]
-        biases.append([(mean - exact).norm() / exact.norm() for mean, _ in moments])
-        errors.append([((mean - exact).square().sum() + variance / responses).sqrt() / exact.norm()
-                       for mean, variance in moments])
-    return torch.tensor(biases, dtype=torch.float64), torch.tensor(errors, dtype=torch.float64)
-
-
-def train_on_batches(*, steps_per_batch, eps, seeds, batches, generator, batch_size=32, learning_rate=2.0):
-    """Train `seeds` bandits at once with ppo_clip_loss: sample a batch, take `steps_per_batch` SGD steps on it, repeat.
-
-    Returns a dict: "J" (batches + 1, seeds), the final "logits" (seeds, A), and for every optimiser step, each
-    (batches, steps_per_batch, seeds): "loss", "log_loss" = −mean(A log π), "ratio_deviation" = max |ρ − 1| and
-    "clip_fraction", the share of responses whose gradient is cut.
-    """
-    logits = torch.zeros(seeds, 3, dtype=torch.float64, requires_grad=True)
-    names = ["loss", "log_loss", "ratio_deviation", "clip_fraction"]
-    log = {name: torch.zeros(batches, steps_per_batch, seeds, dtype=torch.float64) for name in names}
-    expected_reward = [torch.softmax(logits.detach(), -1) @ ARMS]
-    for batch in range(batches):
-        behaviour = torch.log_softmax(logits.detach(), -1)
-        actions = torch.multinomial(behaviour.exp(), batch_size, replacement=True, generator=generator)
-        old_logprobs = behaviour.gather(-1, actions)
-        rewards = ARMS[actions]
-        advantages = rewards - rewards.mean(-1, keepdim=True)  # the group mean, which lesson 02 is about
-        for step in range(steps_per_batch):
-            logprobs = torch.log_softmax(logits, -1).gather(-1, actions)
-            loss = ppo_clip_loss(logprobs, old_logprobs, advantages, eps=eps)
-            (gradient,) = torch.autograd.grad(loss.sum(), logits)
-            with torch.no_grad():
-                ratio = (logprobs - old_logprobs).exp()
-                clipped = ((advantages > 0) & (ratio > 1 + eps)) | ((advantages < 0) & (ratio < 1 - eps))
-                values = [loss, -(advantages * logprobs).mean(-1), (ratio - 1).abs().amax(-1),
-                          clipped.double().mean(-1)]
-                for name, value in zip(names, values):
-                    log[name][batch, step] = value
-                logits -= learning_rate * gradient
-        expected_reward.append(torch.softmax(logits.detach(), -1) @ ARMS)
-    return {**log, "J": torch.stack(expected_reward), "logits": logits.detach()}
-
-
-def seed_interval(values, *, generator, resamples=500):
-    """Mean over the last dimension (seeds) and the ends of its bootstrap 95 % interval: three arrays of shape (...)."""
-    seeds = values.shape[-1]
-    draws = torch.randint(seeds, (resamples, seeds), generator=generator)
-    means = values[..., draws].mean(-1)
-    low, high = torch.quantile(means, torch.tensor([0.025, 0.975], dtype=values.dtype), dim=-1)
-    return values.mean(-1), low, high
-
-
-# %% Claims
-
-
-def claims_policy_gradient(claims, generator):
-    """(1.1): the mean of reward × score is the gradient, on the bandit and on the 15 responses of the counting task."""
-    mean, _ = estimator_moments(UNIFORM, ARMS[:, None], bandit_scores(UNIFORM))
-    utils.check(claims, "bandit, π uniform: E[r ∇log π] = π ⊙ (r − J)",
-                expected=[-1 / 5, 1 / 15, 2 / 15], measured=mean[0])
-
-    tokens, states, mask, rewards = counting_task()
-    logits = torch.randn(7, 3, dtype=torch.float64, generator=generator, requires_grad=True)
-    probs = table_logprobs(logits, tokens, states, mask).sum(-1).exp()
-    (gradient,) = torch.autograd.grad(probs @ rewards, logits)
-    logits, probs = logits.detach(), probs.detach()
-    scores = table_scores(logits, tokens, states, mask)
-    ones = torch.ones(tokens.shape, dtype=torch.float64)
-    utils.check(claims, "15 responses: their probabilities sum to 1", expected=1.0, measured=probs.sum())
-    mean, _ = estimator_moments(probs, rewards[:, None] * ones, scores)
-    utils.check(claims, "15 responses: E[r Σ_t ∇log π] = ∇J by autograd", expected=gradient, measured=mean)
-    mean, _ = estimator_moments(probs, ones, scores)
-    utils.check(claims, "15 responses: the score has mean 0", expected=torch.zeros(7, 3), measured=mean)
-    shifted = [estimator_moments(probs, (rewards[:, None] - b) * ones, scores)[0] for b in (-3.0, 0.5, 10.0)]
-    utils.check(claims, "any baseline (−3, .5, 10) leaves the mean alone",
-                expected=gradient.expand(3, 7, 3), measured=torch.stack(shifted))
-
-
-def claims_baseline(claims):
-    """(1.2): what the baseline does to the variance."""
-    best = optimal_baseline(SKEWED, ARMS, bandit_scores(SKEWED))
-    # ‖s_a‖² = 1 − 2π_a + ‖π‖² with ‖π‖² = .54: (.14, 1.14, 1.34). So E‖s‖² = .46 and E[r‖s‖²] = .3164.
-    utils.check(claims, "π = (.7, .2, .1): optimal baseline b* = .3164/.46", expected=0.3164 / 0.46, measured=best)
-    baselines = torch.tensor([-1.0, 0.0, 0.26, 2.0], dtype=torch.float64)
-    lowest, *variances = variance_against_baseline(SKEWED, ARMS, [best, *baselines])
-    utils.check(claims, "V(b) = V(b*) + (b − b*)² E‖s‖²",
-                expected=lowest + (baselines - best).square() * 0.46, measured=torch.stack(variances))
-    utils.check(claims, "the mean reward J = .26 is not b*, but beats no baseline",
-                expected=True, measured=bool(lowest < variances[2] < variances[1]))
-    easy = torch.tensor([0.9, 0.05, 0.05], dtype=torch.float64)
-    none, mean = variance_against_baseline(easy, torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64), [0.0, 0.9])
-    utils.check(claims, "easy prompt, 90 % right: the mean reward has MORE variance than no baseline",
-                expected=True, measured=bool(mean > none))
-
-
-def claims_off_policy(claims, generator):
-    """(1.3): the same estimator on foreign data."""
-    mean, _ = estimator_moments(BEHAVIOUR, ARMS[:, None], bandit_scores(UNIFORM))
-    utils.check(claims, "data from π_b = (.3, .6, .1): E_b[r ∇log π] is not ∇J",
-                expected=[-0.58 / 3, 0.86 / 3, -0.28 / 3], measured=mean[0])
-    utils.check(claims, "…it pushes the best arm down, where ∇J pushes it up",
-                expected=True, measured=bool(mean[0, 2] < 0 < bandit_gradient(UNIFORM, ARMS)[2]))
-    utils.check(claims, "…and up with b = E_b[r] = .58: off-policy the baseline changes the mean",
-                expected=[-0.174, 0.132, 0.042],
-                measured=off_policy_bandit_update(UNIFORM, BEHAVIOUR, ARMS, baseline=0.58))
-
-    tokens, states, mask, rewards = counting_task()
-    behaviour_logits, logits = torch.randn(2, 7, 3, dtype=torch.float64, generator=generator)
-    logits.requires_grad_()
-    behaviour_probs = table_logprobs(behaviour_logits, tokens, states, mask).sum(-1).exp()
-    imitation = behaviour_probs @ ((rewards - 0.2) * table_logprobs(logits, tokens, states, mask).sum(-1))
-    (gradient,) = torch.autograd.grad(imitation, logits)
-    weights = (rewards[:, None] - 0.2).expand(tokens.shape)
-    mean, _ = estimator_moments(behaviour_probs, weights, table_scores(logits.detach(), tokens, states, mask))
-    utils.check(claims, "15 responses: off-policy it climbs weighted imitation E_b[(r − b) log π]",
-                expected=gradient, measured=mean)
-
-
-def claims_importance_sampling(claims, generator):
-    """(1.4), (1.5): the repair, its price, and the compromise."""
-    tokens, states, mask, rewards = counting_task()
-    behaviour_logits, logits = torch.randn(2, 7, 3, dtype=torch.float64, generator=generator)
-    logits.requires_grad_()
-    logprobs, old = (table_logprobs(table, tokens, states, mask) for table in (logits, behaviour_logits))
-    behaviour_probs, token_ratio = old.sum(-1).exp(), (logprobs - old).exp()
-    (exact,) = torch.autograd.grad(logprobs.sum(-1).exp() @ rewards, logits, retain_graph=True)
-    (surrogate,) = torch.autograd.grad(behaviour_probs @ (rewards * (token_ratio * mask).sum(-1)), logits)
-    scores, token_ratio = table_scores(logits.detach(), tokens, states, mask), token_ratio.detach()
-    trajectory_ratio = token_ratio.prod(-1, keepdim=True)
-    mean, _ = estimator_moments(behaviour_probs, (rewards[:, None] * trajectory_ratio).expand(tokens.shape), scores)
-    utils.check(claims, "15 responses: trajectory ratios, E_b[ρ r s] = ∇J", expected=exact, measured=mean)
-    mean, _ = estimator_moments(behaviour_probs, rewards[:, None] * token_ratio, scores)
-    utils.check(claims, "15 responses: token ratios climb E_b[r Σ_t ρ_t]", expected=surrogate, measured=mean)
-    utils.check(claims, "…which is not J", expected=True, measured=bool((mean - exact).norm() > 0.01 * exact.norm()))
-
-    measured = []
-    for length in range(1, 9):
-        tokens, _, _ = enumerate_responses(vocabulary=3, max_length=length)
-        behaviour_probs = BEHAVIOUR[tokens].prod(-1)
-        measured.append(behaviour_probs @ (UNIFORM[tokens].prod(-1) / behaviour_probs).square())
-    utils.check(claims, "all 3^T responses, T = 1…8: E_b[ρ²] = (1 + χ²)^T = (5/3)^T", tolerance=1e-9,
-                expected=[(5 / 3) ** length for length in range(1, 9)], measured=torch.stack(measured))
-    bias = token_level_bias([0.0, 1e-3, 2e-3], generator=generator)
-    utils.check(claims, "token ratios: no bias at π = π_b", expected=0.0, measured=bias[0])
-    utils.check(claims, "…and near it the bias doubles with the distance", tolerance=0.02,
-                expected=2.0, measured=bias[2] / bias[1])
-
-
-def claims_error_against_length(claims, bias, error):
-    """The compromise in numbers: token ratios scale ∇J of a chain by (E_b[q]/E_π[q])^(T−1) = (.52/.6)^(T−1)."""
-    steps = torch.arange(len(bias), dtype=torch.float64)
-    utils.check(claims, "chain of T steps: token ratios have relative bias 1 − (.52/.6)^(T−1)",
-                expected=1 - (0.52 / 0.6) ** steps, measured=bias[:, 1])
-    utils.check(claims, "…and trajectory ratios none", expected=torch.zeros(len(bias)), measured=bias[:, 2])
-    utils.check(claims, "…but from T = 2 on, with 256 responses, token ratios have the smallest error",
-                expected=True, measured=bool((error[1:, 1] < error[1:, [0, 2]].amin(-1)).all()))
-
-
-def claims_loss(claims, once, once_unclipped, often, often_unclipped):
-    """(1.6), and the two most-asked questions: is a loss of 0 broken, and is a ratio of 1 broken? Neither is."""
-    advantages = torch.tensor([1.0, -1.0], dtype=torch.float64)
-    logprobs = torch.tensor([-1.3, -0.2], dtype=torch.float64, requires_grad=True)
-    loss = ppo_clip_loss(logprobs, logprobs.detach(), advantages, eps=0.2)
-    (gradient,) = torch.autograd.grad(loss, logprobs)
-    utils.check(claims, "A = (1, −1) at ρ = 1: the loss is 0", expected=0.0, measured=loss)
-    utils.check(claims, "…its gradient is not", expected=[-0.5, 0.5], measured=gradient)
-    lengths = torch.tensor([1, 3])
-    utils.check(claims, "…and if they have 1 and 3 tokens, the token mean is +.5: it tells lengths",
-                expected=0.5, measured=-advantages.repeat_interleave(lengths).mean())
-    utils.check(claims, "a whole run, one step per batch: the loss stays 0",
-                expected=0.0, measured=once["loss"].abs().max())
-    first, last = once["J"][[0, -1]].mean(-1)
-    utils.check(claims, "…while J rises from .6 to above .9", expected=True,
-                measured=bool(abs(first - 0.6) < 1e-12 and last > 0.9))
-    utils.check(claims, "one step per batch: max |ρ − 1| is 0 to the last bit", tolerance=0.0,
-                expected=0.0, measured=once["ratio_deviation"].max())
-    utils.check(claims, "…so ε = .2 and ε = ∞ end at the same logits",
-                expected=once_unclipped["logits"], measured=once["logits"])
-    utils.check(claims, "four steps per batch: the first clips nothing",
-                expected=0.0, measured=often["clip_fraction"][:, 0].max())
-    utils.check(claims, "…the fourth does, and ε now matters", expected=True,
-                measured=bool(often["clip_fraction"][:, 3].mean() > 0.02
-                              and (often["J"] - often_unclipped["J"]).abs().max() > 0.02))
-
-
-# %% Figures
-
-
-def figure_baseline(directory):
-    """Left: variance against b. Right: what b does to the mean, on-policy and off-policy."""
-    baselines = torch.linspace(-0.5, 1.5, 81, dtype=torch.float64)
-    best = optimal_baseline(SKEWED, ARMS, bandit_scores(SKEWED))
-    fig, (left, right) = utils.figure(2)
-    left.plot(baselines, variance_against_baseline(SKEWED, ARMS, baselines))
-    marks = [("no baseline", 0.0, "s"), ("mean reward J", SKEWED @ ARMS, "^"), ("optimal b*", best, "o")]
-    for name, b, marker in marks:
-        left.plot([b], variance_against_baseline(SKEWED, ARMS, [b]), marker, color="black", label=f"{name}: {b:.2f}")
-    left.set(title="On-policy, a baseline changes the variance", xlabel="baseline b, at π = (.7, .2, .1)",
-             ylabel="total variance of one sample", ylim=(0, None))
-    left.legend()
-    exact = bandit_gradient(SKEWED, ARMS)
-    for name, source in [("on-policy", SKEWED), ("off-policy, data from (.3, .6, .1)", BEHAVIOUR)]:
-        means = torch.stack([off_policy_bandit_update(SKEWED, source, ARMS, baseline=b) for b in baselines])
-        right.plot(baselines, (means - exact).norm(dim=-1) / exact.norm(), label=name)
-    right.set(title="Off-policy, it changes the answer", xlabel="baseline b", ylabel="‖mean − ∇J‖ / ‖∇J‖")
-    right.legend()
-    utils.save_figure(fig, directory, "01_baseline")
-
-
-def figure_importance(bias, error, directory):
-    """Left: E[ρ²] against length for three distances, formula and enumeration. Right: error of the three estimators."""
-    fig, (left, right) = utils.figure(2)
-    lengths = torch.arange(1, 101)
-    direction = torch.tensor([-1.0, -0.5, 1.5], dtype=torch.float64)
-    for step, marker in [(0.6, "o"), (0.3, "s"), (0.1, "^")]:
-        probs = torch.softmax(BEHAVIOUR.log() + step * direction, -1)
-        moment = ratio_second_moment(probs, BEHAVIOUR, lengths)
-        left.semilogy(lengths, moment, marker=marker, markevery=15, label=f"χ² per token = {moment[0] - 1:.3f}")
-    left.set(title="A trajectory ratio's variance explodes with length", xlabel="length T (independent tokens)",
-             ylabel="E[ρ²] = responses per effective one", ylim=(0.7, 1e8))
-    left.legend()
-    lengths = torch.arange(1, len(error) + 1)
-    names = ["no ratio (biased)", "token ratios (biased)", "trajectory ratio (unbiased)"]
-    for column, (name, marker) in enumerate(zip(names, "so^")):
-        right.semilogy(lengths, error[:, column], marker=marker, label=name)
-    right.axhline(1, color="0.6", linewidth=1, linestyle="-", zorder=0)
-    right.annotate("no better than guessing 0", (len(error), 1.05), ha="right", va="bottom", color="0.4", fontsize=8)
-    right.set(title="Token ratios trade variance for bias", xlabel="length T",
-              ylabel="RMS error / ‖∇J‖, 256 responses", xticks=lengths.tolist())
-    right.legend()
-    utils.save_figure(fig, directory, "01_importance")
-
-
-def figure_loss(once, often, directory, *, generator):
-    """Left: J and the two forms of the loss in one training run. Right: clipping against the step within the batch."""
-    fig, (left, right) = utils.figure(2)
-    batches = torch.arange(len(once["J"]))
-    for name, values in [("expected reward J", once["J"][:-1]), ("loss −mean(ρ A)", once["loss"][:, 0]),
-                         ("loss −mean(A log π)", once["log_loss"][:, 0])]:
-        mean, low, high = seed_interval(values, generator=generator)
-        (line,) = left.plot(batches[:-1], mean, label=name)
-        left.fill_between(batches[:-1], low, high, color=line.get_color(), alpha=0.25, linewidth=0)
-    left.set(title="The policy learns; neither loss tells you so", xlabel="batch (one update each)", ylim=(-0.35, 1.05))
-    left.legend(loc="center right")
-    steps = torch.arange(1, often["clip_fraction"].shape[1] + 1)
-    mean, low, high = seed_interval(often["clip_fraction"].mean(0), generator=generator)
-    whiskers = torch.stack([mean - low, high - mean]).numpy()
-    right.bar(steps.numpy(), mean.numpy(), yerr=whiskers, color="#0072B2", width=0.6, capsize=4)
-    right.annotate("ρ = 1 exactly:\nnothing to clip", (1, 0.002), ha="center", va="bottom", fontsize=9)
-    right.set(title="Clipping needs a second step on the same batch", xlabel="update number within the batch",
-              ylabel="share of responses clipped (ε = .2)", xticks=steps.tolist(), xlim=(0.35, None))
-    utils.save_figure(fig, directory, "01_loss")
-
-
-# %% Exercises: python 01_reinforce.py --exercise 1
-
-
-def bandit_optimal_baseline(probs, rewards):
-    """optimal_baseline for a softmax bandit."""
-    return optimal_baseline(probs, rewards, bandit_scores(probs))
-
+# %% Exercises: python 01_reinforce.py --exercise 1 --answer …
+def check_effective_sample_size(function):
+    for weights, expected in ([3.0] * 4, 4), ([2.0, 1, 0, 0], 1.8), ([1e30, 1, 1, 1], 1):
+        old_logprobs = torch.tensor([-3.0, -5.0, -2.0, -4.0], dtype=torch.float64)
+        if not abs(function(old_logprobs + 700 + torch.tensor(weights).log(), old_logprobs) - expected) < 1e-6:
+            return f"four responses with weights in the proportion {weights} are worth {expected}"
 
 EXERCISES = {
-    1: ("bandit_gradient", "∇J of a softmax bandit with respect to its logits: probs (A,), rewards (A,) → (A,).",
-        bandit_gradient, [(UNIFORM, ARMS), (SKEWED, ARMS), (BEHAVIOUR, ARMS.flip(0) - 2)]),
-    2: ("bandit_optimal_baseline",
-        "The constant b that minimises the total variance of (r − b)·∇log π: probs (A,), rewards (A,) → scalar.",
-        bandit_optimal_baseline, [(UNIFORM, ARMS), (SKEWED, ARMS), (BEHAVIOUR, ARMS.flip(0) - 2)]),
-    3: ("ratio_second_moment",
-        "E_b[ρ²] of `length` independent tokens: probs (A,), behaviour_probs (A,), length → scalar.",
-        ratio_second_moment, [(UNIFORM, BEHAVIOUR, 1), (SKEWED, BEHAVIOUR, 3), (BEHAVIOUR, SKEWED, 8)]),
-}
-
-
-def main(argv=None):
-    args = utils.lesson_arguments(__doc__, argv)
-    if args.exercise is not None:
-        utils.run_exercise(EXERCISES, args)
-    generator = utils.seed_everything(args.seed)
-    claims = []
-    claims_policy_gradient(claims, generator)
-    claims_baseline(claims)
-    claims_off_policy(claims, generator)
-    claims_importance_sampling(claims, generator)
-    lengths = range(1, 7 if args.quick else 9)
-    bias, error = error_against_length(lengths, probs=UNIFORM, behaviour_probs=BEHAVIOUR, responses=256)
-    claims_error_against_length(claims, bias, error)
-    runs = [train_on_batches(steps_per_batch=steps, eps=eps, seeds=16 if args.quick else 64, batches=30,
-                             generator=torch.Generator().manual_seed(args.seed))
-            for steps, eps in [(1, 0.2), (1, float("inf")), (4, 0.2), (4, float("inf"))]]
-    claims_loss(claims, *runs)
-    figure_baseline(args.out)
-    figure_importance(bias, error, args.out)
-    figure_loss(runs[0], runs[2], args.out, generator=generator)
-    utils.finish(claims, args)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)  # every tensor here is tiny: more threads would only wait for each other
-    main()
+    1: ("π is uniform, data come from (.3, .6, .1), the baseline is .2: does arm 3, the best, go up or down?", "down",
+        "(1.3): .1·(1 − .2) − (1/3)·(.58 − .2) = −.047. The data hold so little of arm 3 that the others decide."),
+    2: ("χ² of one token is .05. Are 1000 responses of 100 tokens worth 950, 500, 50 or 8?", 8, "1000/1.05^100 = 7.6."),
+    3: ("One step on each fresh batch. You turn ε from .2 to 1000. What happens to the run: better, worse or nothing?",
+        "nothing", "ρ is 1 when the step is taken. Clipping needs a second step on the batch, or a stale one."),
+    4: ("The effective sample size of n responses from their log-probabilities, (n,) and (n,) → scalar; no overflow.",
+        "def effective_sample_size(logprobs, old_logprobs):", check_effective_sample_size)}
+lesson.finish(EXERCISES)
