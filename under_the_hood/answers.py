@@ -1,8 +1,8 @@
 """Is an answer right? Numbers by exact value, formulas by computer algebra in a process that can be killed.
 
-Answer checking is where reinforcement learning on reasoning tasks quietly goes wrong: "1,234" read as 1, an answer that was cut off
-scored as right, a grader that hangs for an hour on nine characters. It is a craft of its own, so it has a file of its own;
-06_full_llm_training.py uses four functions of it: extract_answer, is_correct, math_reward and load_reward.
+Reinforcement learning on reasoning tasks often goes wrong here, without a sign: "1,234" read as 1, an answer that was
+cut off scored as right, a grader that hangs for an hour on nine characters. The rest of the code uses four functions:
+extract_answer, is_correct, math_reward and load_reward.
 """
 
 import functools
@@ -18,8 +18,8 @@ from fractions import Fraction
 
 # %% Reading a number
 
-# A number with all that is glued to its digits: "1,2", "3:30" and "10^3" are found whole, so that none is taken for its
-# last digits. The sign in "5-3" is a subtraction; the digits in "x^2" and "H2O" are no numbers.
+# A number and all that touches its digits: "1,2", "3:30" and "10^3" are found whole, else their last digits would
+# count as the answer. The sign in "5-3" is a subtraction; the digits in "x^2" and "H2O" are no numbers.
 NUMBER_LIKE = re.compile(r"(?:(?<![\w)}\]])[-+])?(?:(?<![\w.])\.)?(?<![\w^])[0-9]+(?:\^\{[-+]?[0-9]+\}"
                          r"|(?:[.,:/^]|\^[-+]| (?=[0-9]+/[0-9]))[0-9]+)*(?:[eE][-+]?[0-9]+)?")
 # Of those, one number: 12 · 1,234.50 · 1/2 · 1 1/2 · 1e3, and not 0,5 · 1,2 · 1.2.3 (European grouping is not guessed).
@@ -40,7 +40,7 @@ SPELLINGS = [  # the many ways to write a number, each brought to the plainest
     (re.compile(r"(?<=[0-9]) ?/ ?(?=[0-9])"), "/"),  # 1 / 2
     (re.compile(r"(?<=[0-9])\s*(?:×|\\times|\\cdot|\*|x)\s*10\s*\^\s*\{?([-+]?[0-9]+)\}?"), r"e\1"),  # 1.5 × 10^3
 ]
-LONGEST = 500  # characters; nothing longer is an answer, which bounds the time that any text can take
+LONGEST = 500  # characters; a longer text is no answer, so no text takes long to check
 
 
 def respell(text: str) -> str:
@@ -100,7 +100,7 @@ def extract_answer(text) -> str | None:
     """The answer in a reply: what the last '#### x' or \\boxed{x} marks, else the last number; None if there is none.
 
     A number comes back as Fraction() reads it, without currency and units: '1,234.50' → '1234.5', '18%' → '18'.
-    Anything else comes back as it stands: 'x^2+1', '3:30'. No input raises or takes 0.2 s.
+    Anything else comes back as it stands: 'x^2+1', '3:30'. No input raises an error or takes 0.2 s.
     """
     part, marker = answer_part(text)
     if marker:
@@ -124,7 +124,7 @@ def squeeze(text: str | None) -> str:
 def is_correct(text, gold) -> bool:
     """Does the reply give the gold answer? Numbers count by exact value, anything else as text, up to spelling.
 
-    gold: a bare answer or a solution that ends in '#### 1200'. Pure and total: no input raises or takes 0.2 s.
+    gold: a bare answer or a solution that ends in '#### 1200'. No input raises an error or takes 0.2 s.
     """
     if all(isinstance(x, str) and x.isascii() and x.isdecimal() and len(x) <= LONGEST for x in (text, gold)):
         return int(text) == int(gold)  # the common case of short tasks, without the machinery
@@ -134,8 +134,8 @@ def is_correct(text, gold) -> bool:
     return squeeze(wanted) != "" and squeeze(wanted) in (squeeze(answer), squeeze(answer_part(text)[0]))
 
 
-# Computer algebra can work for hours on nine characters, so it gets a process of its own. There, the watchdog of
-# faulthandler, a C thread, ends the process wherever it hangs: on any system, whichever thread of ours waits for it.
+# Computer algebra can work for hours on nine characters, so it gets a process of its own. The watchdog of
+# faulthandler is a C thread, so it ends that process wherever it hangs, on any system.
 SYMBOLIC_WORKER = """
 import faulthandler, json, sys
 from math_verify import LatexExtractionConfig, parse, verify
