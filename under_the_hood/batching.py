@@ -7,14 +7,14 @@ from under_the_hood.models import recomputes
 
 
 def micro_batches(model, batch, advantages, config, algorithm):
-    """Yield ((prompts, rows, width, with_gradient), counts) for each pass of a step; counts is 0 or 1, see parallel.in_step.
+    """Yield ((prompts, rows, width, with_gradient), counts) for each pass of a step; counts: 0 or 1, see in_step.
 
-    Without a regulariser a group whose advantages are all 0 has no gradient: its tokens are only read, for the metrics.
+    Without a regulariser a group whose advantages are all 0 has no gradient: it only runs forward, for the metrics.
     """
     lengths, sharded = batch.mask.sum(1).view_as(batch.rewards), parallel.is_sharded(model)
     always = sharded or algorithm.tau > 0 or algorithm.beta > 0 or algorithm.process_weight is not None
     has_gradient = (advantages != 0).any(1) | always
-    prompt_copies = lengths.shape[1] if sharded or recomputes(model) else 1  # run for each response, or once for the group
+    prompt_copies = lengths.shape[1] if sharded or recomputes(model) else 1  # one for each response, or for the group
     parts = split_batch(lengths, batch.prompt.shape[1] * prompt_copies, has_gradient, budget=config.micro_batch_tokens)
     yield from parallel.in_step(list(parts), sharded=sharded)
 
@@ -22,10 +22,10 @@ def micro_batches(model, batch, advantages, config, algorithm):
 def split_batch(lengths, prompt_tokens: int, has_gradient, *, budget: int):
     """Split a batch into passes of at most `budget` tokens, padding included, and at least one prompt.
 
-    lengths: (P, K) of the responses; prompt_tokens: what the prompt of a group takes; has_gradient: (P,) groups that have one,
-    which get passes of their own. Groups of like length go together, and a pass is only as wide as its longest response.
-    Yields (prompts, rows, width, with_gradient). When few groups are without a gradient, or all, every group runs with it: in
-    the last case for the optimizer's momentum.
+    lengths: (P, K) of the responses; prompt_tokens: of one group's prompt, copies included; has_gradient: (P,).
+    Yields (prompts, rows, width, with_gradient). Groups of like length go together, and a pass is as wide as its longest
+    response. Groups without a gradient get passes of their own, if they are enough to be worth it. If no group has one,
+    all run with gradients (of 0), so that the optimizer's momentum still acts.
     """
     longest, group = lengths.amax(1), lengths.shape[1]
     if not 0 < has_gradient.float().mean() < 0.75:
