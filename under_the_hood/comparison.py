@@ -14,20 +14,22 @@ def compare(config, train) -> None:
     store_config(out, config)
     for name in config.compare.split(","):
         run = replace(config, algorithm=name, out=str(out / name), compare=None,
-                                  resume=config.resume and (out / name / "config.json").exists())
+                      resume=config.resume and (out / name / "config.json").exists())
         results[name] = train(run)
         print_result(results[name], run)
     histories = {name: read_metrics(out / name) for name in results}
     plot_comparison(histories, out, setting=f"{config.task}, {staleness_text(config)}")
     write_text(out / "compare.json", json.dumps(results, indent=1))
     summary = ", ".join(f"{name} {r['before']:.3f} → {r['after']:.3f}" for name, r in results.items())
-    print(f"accuracy before → after: {summary}; {sum(r['seconds'] for r in results.values()):.0f} s; {out / 'compare.png'}")
+    print(f"accuracy before → after: {summary}; {sum(r['seconds'] for r in results.values()):.0f} s; "
+          f"{out / 'compare.png'}")
 
 
 def print_result(result: dict, config) -> None:
     if result:
-        print(f"{config.algorithm}: accuracy {result['before']:.3f} → {result['after']:.3f} (95 % {result['low']:.3f}–"
-              f"{result['high']:.3f}) in {result['seconds']:.0f} s, run directory {config.out}")
+        print(f"{config.algorithm}: accuracy {result['before']:.3f} → {result['after']:.3f} "
+              f"(95 % {result['low']:.3f}–{result['high']:.3f}) in {result['seconds']:.0f} s, "
+              f"run directory {config.out}")
 
 
 def staleness_text(config) -> str:
