@@ -1,12 +1,12 @@
-"""What the user can put right, said in one line; every other room raises these."""
+"""The two errors that are shown without a traceback: a mistake the user can correct, and a run that ended early."""
 
 
 class UserError(Exception):
-    """Something the user can put right; `main` prints it as one line and exits with status 2."""
+    """A mistake that the user can correct. `main` prints it as one line and exits with status 2."""
 
 
 class RunStopped(Exception):
-    """The run ended early, in order: everything up to the last checkpoint is safe. Exit status 1."""
+    """The run ended early, and everything up to its last checkpoint is safe. Exit status 1."""
 
 
 def one_line(error: Exception) -> str:
