@@ -16,7 +16,7 @@ from utils import pick_device
 
 
 def batch_metrics(metrics: dict, batch, rewards, lengths, logprobs) -> dict:
-    """The metrics of a step as numbers, with what the batch itself says; rewards, lengths: (P, K) of all processes."""
+    """The metrics of a step as numbers, and those of its batch added; rewards, lengths: (P, K) of all processes."""
     metrics |= off_policyness(logprobs, batch.old_logprobs, batch.mask)
     metrics |= {"reward": rewards.mean(), "completion_length": lengths.float().mean(),
                 "truncated": parallel.gather(batch.truncated.float()).mean(),
@@ -25,7 +25,7 @@ def batch_metrics(metrics: dict, batch, rewards, lengths, logprobs) -> dict:
 
 
 def off_policyness(logprobs, old_logprobs, mask) -> dict:
-    """How far the batch is from the policy: quantiles of the token ratio, and the effective sample size of the responses.
+    """How far the batch is from the policy: quantiles of the token ratio, and the responses' effective sample size.
 
     ess = (Σ ρ_seq)² / (B Σ ρ_seq²), 1 when on-policy and 1/B when one response carries all the weight.
     """
@@ -39,8 +39,8 @@ def off_policyness(logprobs, old_logprobs, mask) -> dict:
 def evaluate(collect, model, tokenizer, task, config) -> dict:
     """Accuracy on the held-out questions with 95 % intervals: sampled at the training temperature, greedy, and pass@k.
 
-    collect: 06's. Its generator is its own and starts afresh, so that evaluating changes nothing in training and every evaluation of a run
-    meets the same random numbers.
+    collect: the function of 06. An evaluation has a generator of its own, with the same seed each time, so that it
+    changes nothing in training, and all evaluations of a run use the same random numbers.
     """
     device, count = next(model.parameters()).device, config.eval_samples
     generator, before = torch.Generator(device).manual_seed(parallel.own_seed(config.seed + 1)), random_state()
@@ -65,7 +65,7 @@ def evaluate(collect, model, tokenizer, task, config) -> dict:
 
 
 def pass_at_k(correct, *, samples: int, k: int) -> float:
-    """Mean over questions of 1 − C(n−c, k)/C(n, k): the chance that k of n sampled answers hold one of the c right ones.
+    """Mean over questions of 1 − C(n−c, k)/C(n, k): the chance that k of n answers hold one of the c right ones.
 
     Unbiased for every k ≤ n, where 1 − (1 − c/n)^k is too small (arXiv 2107.03374). ValueError unless 1 ≤ k ≤ n.
     """
@@ -77,8 +77,8 @@ def pass_at_k(correct, *, samples: int, k: int) -> float:
 def interval_95(values) -> tuple[float, float]:
     """A 95 % interval of the mean of the values, one for each question, (N,).
 
-    The normal interval after adding two 0s and two 1s (Agresti and Coull 1998), or two of the extremes where a reward leaves
-    [0, 1]. Without them 16 wrong answers of 16 would claim an accuracy of 0 ± 0.
+    The normal interval after adding two 0s and two 1s (Agresti and Coull 1998), or two of each extreme where a reward
+    leaves [0, 1]. Without them 16 wrong answers of 16 would give an accuracy of 0 ± 0.
     """
     least, most = min(0.0, values.min().item()), max(1.0, values.max().item())
     padded = torch.cat([values.double(), torch.tensor([least, least, most, most], dtype=torch.float64)])
@@ -88,7 +88,8 @@ def interval_95(values) -> tuple[float, float]:
 
 def evaluation_text(metrics: dict) -> str:
     """One evaluation in words, with its intervals."""
-    passes = "".join(f", pass@{key.rpartition('_')[2]} {value:.3f}" for key, value in metrics.items() if "pass_at" in key)
+    passes = "".join(f", pass@{key.rpartition('_')[2]} {value:.3f}"
+                     for key, value in metrics.items() if "pass_at" in key)
     return (f"{metrics['eval_accuracy']:.3f} (95 % {metrics['eval_low']:.3f}–{metrics['eval_high']:.3f}), greedy "
             f"{metrics['eval_greedy']:.3f} ({metrics['eval_greedy_low']:.3f}–{metrics['eval_greedy_high']:.3f}){passes}")
 
