@@ -18,7 +18,6 @@ import types
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map
 
 
@@ -175,9 +174,14 @@ def is_sharded(model) -> bool:
     return getattr(model, "is_sharded", False)
 
 
+def is_part(tensor) -> bool:
+    """Of a tensor that is split over the processes, a DTensor, whose import takes half a second that few runs need."""
+    return hasattr(tensor, "full_tensor")
+
+
 def whole(tensor):
     """A sharded tensor in one piece, on every process; any other value as it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if is_part(tensor) else tensor
 
 
 def whole_weights(model) -> dict:
@@ -226,7 +230,7 @@ def copy_weights(source, target) -> None:
 def optimizer_state(optimizer) -> dict:
     """optimizer.state_dict(); what is sharded stands in one piece in the CPU's memory of rank 0, and is None elsewhere."""
     def collect(leaf):
-        if not isinstance(leaf, DTensor):
+        if not is_part(leaf):
             return leaf
         leaf = leaf.full_tensor()  # one at a time, and all processes take part
         return leaf.cpu() if rank() == 0 else None
@@ -237,7 +241,8 @@ def load_optimizer_state(optimizer, state: dict) -> None:
     """Load what optimizer_state gave, split again as the parameters are."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for i, values in state["state"].items():
-        if isinstance(parameters[i], DTensor):
+        if is_part(parameters[i]):
+            from torch.distributed.tensor import distribute_tensor
             mesh, placements = parameters[i].device_mesh, parameters[i].placements
             values |= {name: distribute_tensor(value.to(mesh.device_type), mesh, placements)
                        for name, value in values.items() if value.shape == parameters[i].shape}
