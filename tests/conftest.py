@@ -1,4 +1,4 @@
-"""Make the lessons importable: their names start with a digit, so tests call importlib.import_module("04_regularization").
+"""Make the lessons importable: their names start with a digit, so tests call importlib.import_module("01_reinforce").
 
 The tests of a room of under_the_hood/ are in the folder of the same name here; they too say `from conftest import …`.
 What they find here are small real models and tokenizers, made in a moment from a fixed seed.
@@ -16,8 +16,8 @@ TESTS = pathlib.Path(__file__).resolve().parent
 ROOT = TESTS.parent
 sys.path[:0] = [str(ROOT), str(TESTS)]  # the product first; then conftest, for the tests in folders below this one
 
-# A shell ignores SIGINT for what it starts in the background, and the trainer leaves an ignored signal ignored, as nohup
-# wants. The tests of interruption are about a run in the foreground.
+# A shell ignores SIGINT for what it starts in the background, and the trainer leaves an ignored signal ignored, as
+# nohup wants. The tests of interruption are about a run in the foreground.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -73,7 +73,8 @@ def build_bigram(logits):
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()
         model.model.embed_tokens.weight.copy_(torch.eye(size))
-        model.lm_head.weight.copy_(torch.as_tensor(logits).T / size**0.5)  # the norm has scaled e_token to √V · e_token
+        # The norm has scaled e_token to √V · e_token.
+        model.lm_head.weight.copy_(torch.as_tensor(logits).T / size**0.5)
     return model.eval()
 
 
@@ -156,12 +157,13 @@ def loaded(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def quick():
-    """Without what takes longer than a tiny training run: pictures, and waiting for the disk. Both have their own tests."""
+    """Without what takes longer than a tiny run: pictures, and waiting for the disk. Both have tests of their own."""
     from under_the_hood import comparison, pictures, runs
 
     with pytest.MonkeyPatch.context() as patch:
-        for room, name in ((pictures, "plot_run"), (comparison, "plot_comparison"), (runs, "flush_to_disk")):
-            patch.setattr(room, name, lambda *_, **__: None)
+        for room in (comparison, pictures, runs):
+            for name in {"plot_run", "plot_comparison", "flush_to_disk"} & vars(room).keys():
+                patch.setattr(room, name, lambda *_, **__: None)
         yield
 
 
@@ -194,7 +196,8 @@ def fixed_logits():
 def tiny_run(tmp_path_factory):
     """(model folder, jsonl task, flags) of the smallest run that has something to learn: seconds, not minutes.
 
-    flags is a list for main(): a random Qwen2 with tied weights, 20 questions whose answer is "1", 4 prompts × 4 responses.
+    flags is a list for main(): a random Qwen2 with tied weights, 20 questions whose answer is "1", 4 prompts × 4
+    responses.
     """
     import json
 
