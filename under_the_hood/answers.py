@@ -22,7 +22,7 @@ from fractions import Fraction
 # count as the answer. The sign in "5-3" is a subtraction; the digits in "x^2" and "H2O" are no numbers.
 NUMBER_LIKE = re.compile(r"(?:(?<![\w)}\]])[-+])?(?:(?<![\w.])\.)?(?<![\w^])[0-9]+(?:\^\{[-+]?[0-9]+\}"
                          r"|(?:[.,:/^]|\^[-+]| (?=[0-9]+/[0-9]))[0-9]+)*(?:[eE][-+]?[0-9]+)?")
-# Of those, one number: 12 · 1,234.50 · 1/2 · 1 1/2 · 1e3, and not 0,5 · 1,2 · 1.2.3 (European grouping is not guessed).
+# Of those, one number: 12 · 1,234.50 · 1/2 · 1 1/2 · 1e3, but not 0,5 · 1,2 · 1.2.3 (we guess no European grouping).
 NUMBER = re.compile(r"[-+]?(?=\.?[0-9])(?:[0-9]+ (?=[0-9]+/))?(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+)?"
                     r"(?:/[0-9]+(?:\.[0-9]+)?|[eE][-+]?[0-9]{1,2})?")
 # Units that may follow a number in a box: words of two letters or more ("5 x" is a product), perhaps squared.
@@ -68,8 +68,10 @@ def as_fraction(answer: str | None) -> Fraction | None:
 
 
 def answer_part(text) -> tuple[str, str]:
-    """(where the answer stands, its marker): behind the last '####' to the end of the line, or in the last \\boxed{…},
-    whichever comes last; without either, the text itself and ''. A box that was cut off holds ''."""
+    """(where the answer stands, its marker): behind the last '####' to the end of the line, or in the last \\boxed{…}.
+
+    Of the two the later one counts; without either, the text itself and ''. A box that was cut off holds ''.
+    """
     text = text.rpartition("</think>")[2] if isinstance(text, str) else ""  # thoughts are not answers
     hashes, box = text.rfind("####"), text.rfind("\\boxed{")
     if hashes > box:
