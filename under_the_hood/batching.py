@@ -23,9 +23,9 @@ def split_batch(lengths, prompt_tokens: int, has_gradient, *, budget: int):
     """Split a batch into passes of at most `budget` tokens, padding included, and at least one prompt.
 
     lengths: (P, K) of the responses; prompt_tokens: of one group's prompt, copies included; has_gradient: (P,).
-    Yields (prompts, rows, width, with_gradient). Groups of like length go together, and a pass is as wide as its longest
-    response. Groups without a gradient get passes of their own, if they are enough to be worth it. If no group has one,
-    all run with gradients (of 0), so that the optimizer's momentum still acts.
+    Yields (prompts, rows, width, with_gradient). Groups of like length go together; a pass is as wide as its longest
+    response. Groups without a gradient get passes of their own, unless they are too few to be worth it. If no group
+    has one, all run with gradients (of 0), so that the optimizer's momentum still acts.
     """
     longest, group = lengths.amax(1), lengths.shape[1]
     if not 0 < has_gradient.float().mean() < 0.75:
