@@ -37,4 +37,5 @@ def staleness_text(config) -> str:
     if config.offline:
         return "never refreshed"
     late = f", {config.sync_offset} batches late" if config.sync_offset else ""
-    return ("fresh" if config.sync_interval == 1 and not late else f"refreshed every {config.sync_interval} steps") + late
+    fresh = config.sync_interval == 1 and not late
+    return "fresh" if fresh else f"refreshed every {config.sync_interval} steps{late}"
