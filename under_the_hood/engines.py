@@ -32,8 +32,8 @@ def choose_engine(model, tokenizer, task, config, engines: dict):
 def self_check(model, tokenizer, task, config, engines: dict, *, tolerance: float | None = None) -> float:
     """Sample one batch and compare the sampler's log-probabilities with the trainer's. Returns the largest difference.
 
-    Without this check a wrong temperature, position, mask or head would go unnoticed, and make every ratio differ from
-    1 before the first update.
+    Without this check a wrong temperature, position, mask or head would go unnoticed, and every ratio would differ
+    from 1 before the first update.
     """
     generate, token_logprobs = engines[config.engine]
     examples = batch_examples(task.train, 1, count=min(4, config.prompts_per_step), seed=config.seed)
