@@ -90,8 +90,9 @@ def evaluation_text(metrics: dict) -> str:
     """One evaluation in words, with its intervals."""
     passes = "".join(f", pass@{key.rpartition('_')[2]} {value:.3f}"
                      for key, value in metrics.items() if "pass_at" in key)
-    return (f"{metrics['eval_accuracy']:.3f} (95 % {metrics['eval_low']:.3f}–{metrics['eval_high']:.3f}), greedy "
-            f"{metrics['eval_greedy']:.3f} ({metrics['eval_greedy_low']:.3f}–{metrics['eval_greedy_high']:.3f}){passes}")
+    return (f"{metrics['eval_accuracy']:.3f} (95 % {metrics['eval_low']:.3f}–{metrics['eval_high']:.3f}), "
+            f"greedy {metrics['eval_greedy']:.3f} "
+            f"({metrics['eval_greedy_low']:.3f}–{metrics['eval_greedy_high']:.3f}){passes}")
 
 
 def evaluate_only(config, collect) -> None:
