@@ -1,4 +1,4 @@
-"""Lesson 06, the losses: every row against the equations, written out again as loops over responses and tokens in float64.
+"""Lesson 06, the losses: every row against the equations, written out again as loops over responses and tokens.
 
 The reference below knows nothing of the module: its table of rows, its masks, its means and its derivative are its own.
 Ids such as C12 name small inputs that trainers of this kind got wrong.
@@ -126,15 +126,15 @@ def loss_and_gradient(function, logprobs, *args, **kwargs):
 
 
 def ours(logprobs, old_logprobs, advantages, mask, *, name, **options):
-    return loss_and_gradient(lambda leaf: lm.policy_loss(leaf, old_logprobs, advantages, mask, algorithm=name, **options),
-                             logprobs)
+    return loss_and_gradient(
+        lambda leaf: lm.policy_loss(leaf, old_logprobs, advantages, mask, algorithm=name, **options), logprobs)
 
 
 # --------------------------------------------------------------------------------------------------- every row
 
 
 @pytest.mark.parametrize("name", EQUATIONS)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_row_is_its_equation(name, seed):
     new, old, rewards, mask = random_batch(seed, spread=(.5, 1e-3)[seed % 2] if "gspo" in name else .5)
     lengths, row = mask.sum(1).view_as(rewards), lm.ALGORITHMS[name]
@@ -147,7 +147,8 @@ def test_row_is_its_equation(name, seed):
             if 0 < positive.sum() < group.numel() / 2:
                 dropped |= {(p, k) for k in range(4) if not keep[k]}
                 assert keep.sum() == 2 * positive.sum() and bool(keep[positive].all())
-    expected = torch.tensor(reference_advantages(name, rewards.tolist(), lengths.tolist(), dropped), dtype=torch.float64)
+    expected = reference_advantages(name, rewards.tolist(), lengths.tolist(), dropped)
+    expected = torch.tensor(expected, dtype=torch.float64)
     assert torch.allclose(advantages.flatten(), expected, atol=1e-12, rtol=0)
 
     loss, gradient = ours(new, old, expected, mask, name=name)
@@ -171,7 +172,8 @@ def test_options_override_the_row(name, options):
     new, old, rewards, mask = random_batch(11, spread=.8)
     advantages = (rewards - rewards.mean(1, keepdim=True)).flatten()
     loss, gradient = ours(new, old, advantages, mask, name=name, **options)
-    reference, expected = loss_and_gradient(lambda leaf: reference_loss(name, leaf, old, advantages, mask, **options), new)
+    reference, expected = loss_and_gradient(
+        lambda leaf: reference_loss(name, leaf, old, advantages, mask, **options), new)
     assert torch.allclose(loss, reference, atol=1e-13) and torch.allclose(gradient, expected, atol=1e-14)
 
 
@@ -193,9 +195,10 @@ def test_ring_outer_bounds_are_used():
 
 # The truth table of the paper for ε = .2/.2 and ε' = .6/2: ratio → one_side A>0, A<0 | two_side | ring A>0, A<0 |
 # one_side with ε = .6/2.0 A>0, A<0.
-TRUTH = {.10: (1, 0, 0, 1, 0, 1, 0), .30: (1, 0, 0, 1, 0, 1, 0), .50: (1, 0, 0, 0, 0, 1, 1), .79: (1, 0, 0, 0, 0, 1, 1),
-         .80: (1, 1, 1, 1, 1, 1, 1), 1.0: (1, 1, 1, 1, 1, 1, 1), 1.2: (1, 1, 1, 1, 1, 1, 1), 1.21: (0, 1, 0, 0, 0, 1, 1),
-         2.0: (0, 1, 0, 0, 0, 1, 1), 2.9: (0, 1, 0, 0, 0, 1, 1), 3.0: (0, 1, 0, 0, 1, 1, 1), 3.5: (0, 1, 0, 0, 1, 0, 1)}
+TRUTH = {.10: (1, 0, 0, 1, 0, 1, 0), .30: (1, 0, 0, 1, 0, 1, 0), .50: (1, 0, 0, 0, 0, 1, 1),
+         .79: (1, 0, 0, 0, 0, 1, 1), .80: (1, 1, 1, 1, 1, 1, 1), 1.0: (1, 1, 1, 1, 1, 1, 1),
+         1.2: (1, 1, 1, 1, 1, 1, 1), 1.21: (0, 1, 0, 0, 0, 1, 1), 2.0: (0, 1, 0, 0, 0, 1, 1),
+         2.9: (0, 1, 0, 0, 0, 1, 1), 3.0: (0, 1, 0, 0, 1, 1, 1), 3.5: (0, 1, 0, 0, 1, 0, 1)}
 
 
 @pytest.mark.parametrize("ratio", TRUTH)
@@ -214,7 +217,7 @@ def test_masks_are_the_truth_table(ratio):
 
 
 def test_c22_clip_fraction_looks_at_the_sign_and_at_real_tokens_only():
-    # One-sided: (1.5, +) and (.5, −) are clipped, (1.5, −) and (.5, +) are not: 2 of 4. The masked column would change it.
+    # One-sided: (1.5, +) and (.5, −) are clipped, (1.5, −) and (.5, +) are not: 2 of 4. The masked column would count.
     ratio = torch.tensor([[1.5, 9.0], [1.5, 9.0], [.5, 9.0], [.5, 9.0]], dtype=torch.float64)
     mask = torch.tensor([[1, 0]] * 4)
     old = torch.full((4, 2), -1.0, dtype=torch.float64)
@@ -227,7 +230,7 @@ def test_c22_clip_fraction_looks_at_the_sign_and_at_real_tokens_only():
 
 
 def test_kl_is_estimated_by_k3():
-    # Ratios 2 and ½: k3 = ρ − 1 − log ρ averages to ((1 − log 2) + (−½ + log 2)) / 2 = ¼, where k1 = −log ρ averages to 0.
+    # Ratios 2 and ½: k3 = ρ − 1 − log ρ averages to ((1 − log 2) + (−½ + log 2)) / 2 = ¼; k1 = −log ρ to 0.
     old = torch.full((1, 2), -1.0, dtype=torch.float64)
     new = old + torch.tensor([[2.0, .5]], dtype=torch.float64).log()
     _, metrics = lm.policy_loss(new, old, torch.tensor([1.0]), torch.ones(1, 2), algorithm="reinforce")
@@ -303,7 +306,7 @@ def test_one_side_is_has_ppos_gradient():
 
 
 def test_on_policy_every_rec_and_rep_row_but_asymre_is_reinforce():
-    """ρ ≡ 1 and d ≡ 0: nothing is clipped, weights are 1, and the quadratic has no slope. The forward KL keeps its slope β."""
+    """ρ ≡ 1 and d ≡ 0: nothing is clipped, weights are 1, the quadratic has no slope. The forward KL keeps its slope β."""
     new, _, rewards, mask = random_batch(3)
     advantages = (rewards - rewards.mean(1, keepdim=True)).flatten()
     _, plain = ours(new, new, advantages, mask, name="reinforce")
@@ -333,7 +336,7 @@ def test_c12_aggregations():
 
 
 def test_c13_parts_of_a_batch_add_up_to_the_batch():
-    """Micro-batches {A} and {B} with the weights of the whole batch: .2 + .4 = .6, each token 1/5; not the mean of means."""
+    """Parts {A} and {B} with the weights of the whole batch: .2 + .4 = .6, each token 1/5; not the mean of means."""
     logprobs, old, advantages, mask = C12
     for aggregation, whole in (("token-mean", .6), ("seq-mean-token-mean", .75)):
         row = lm.Algorithm(aggregation=aggregation)
@@ -392,7 +395,7 @@ def test_c24_loss_zero_is_not_gradient_zero():
     for name in ("reinforce", "rec-oneside-is", "rec-oneside-nois"):
         loss, gradient = ours(same, same, torch.tensor([1.0, -1.0]), mask, name=name)
         assert loss == pytest.approx(0) and gradient.flatten().tolist() == pytest.approx([-.5, .5])
-    # Lengths 1 and 3 with log π = −1: token mean (1·1 − 3·1)/4 = −.5 with our log π form, where PPO's ratio form has +.5.
+    # Lengths 1 and 3 with log π = −1: token mean (1·1 − 3·1)/4 = −.5 in our log π form, where PPO's ratio form has +.5.
     logprobs, mask = torch.full((2, 3), -1.0, dtype=torch.float64), torch.tensor([[1, 0, 0], [1, 1, 1]])
     loss, gradient = ours(logprobs, logprobs, torch.tensor([1.0, -1.0]), mask, name="rec-oneside-is")
     assert loss == pytest.approx(-.5)
@@ -411,9 +414,10 @@ def test_c26_mask_and_advantages_cannot_trade_places():
     dict(logprobs=torch.zeros(2, 3), old_logprobs=torch.zeros(2, 2), advantages=torch.zeros(2), mask=torch.ones(2, 3)),
     dict(logprobs=torch.zeros(2, 3), old_logprobs=torch.zeros(2, 3), advantages=torch.zeros(3), mask=torch.ones(2, 3)),
     dict(logprobs=torch.zeros(2, 3), old_logprobs=torch.zeros(2, 3), advantages=torch.zeros(2), mask=torch.ones(3)),
-    dict(logprobs=torch.zeros(3, 3), old_logprobs=torch.zeros(3, 3), advantages=torch.zeros(1, 3), mask=torch.ones(3, 3))])
+    dict(logprobs=torch.zeros(3, 3), old_logprobs=torch.zeros(3, 3), advantages=torch.zeros(1, 3),
+         mask=torch.ones(3, 3))])
 def test_shapes_that_would_broadcast_are_refused(arguments):
-    with pytest.raises(ValueError, match="shape|one per response"):
+    with pytest.raises(ValueError, match="need logprobs"):
         lm.policy_loss(**arguments, algorithm="reinforce")
 
 
@@ -444,7 +448,8 @@ def test_order_of_rows_changes_nothing(name):
     advantages = (rewards - rewards.mean(1, keepdim=True)).flatten()
     loss, gradient, metrics = metrics_and_gradient(name, new, old, advantages, mask)
     order = torch.randperm(len(new), generator=torch.Generator().manual_seed(0))
-    moved_loss, moved_gradient, moved = metrics_and_gradient(name, new[order], old[order], advantages[order], mask[order])
+    moved_loss, moved_gradient, moved = metrics_and_gradient(
+        name, new[order], old[order], advantages[order], mask[order])
     assert torch.allclose(loss, moved_loss, atol=1e-14) and moved == pytest.approx(metrics, abs=1e-14)
     assert torch.allclose(moved_gradient, gradient[order], atol=1e-15)
 
@@ -472,9 +477,11 @@ def test_rewards_may_be_shifted(name):
 def test_rewards_may_be_scaled_under_std_normalisation():
     _, _, rewards, mask = random_batch(8)
     lengths = mask.sum(1).view_as(rewards)
-    plain, scaled = (lm.shaped_advantages(r, lengths, algorithm=lm.ALGORITHMS["grpo"]) for r in (rewards, rewards * 1000))
+    plain, scaled = (lm.shaped_advantages(r, lengths, algorithm=lm.ALGORITHMS["grpo"])
+                     for r in (rewards, rewards * 1000))
     assert torch.allclose(plain, scaled, atol=1e-5)  # up to the 1e-6 beside the standard deviation
-    plain, scaled = (lm.shaped_advantages(r, lengths, algorithm=lm.ALGORITHMS["reinforce"]) for r in (rewards, rewards * 10))
+    plain, scaled = (lm.shaped_advantages(r, lengths, algorithm=lm.ALGORITHMS["reinforce"])
+                     for r in (rewards, rewards * 10))
     assert torch.allclose(scaled, 10 * plain)
 
 
@@ -493,7 +500,8 @@ def test_an_all_masked_row_adds_nothing_but_its_place_in_a_mean_over_sequences(n
     mask[5] = False
     loss, gradient, metrics = metrics_and_gradient(name, new, old, advantages, mask)
     rest = [i for i in range(len(new)) if i != 5]
-    rest_loss, rest_gradient, rest_metrics = metrics_and_gradient(name, new[rest], old[rest], advantages[rest], mask[rest])
+    rest_loss, rest_gradient, rest_metrics = metrics_and_gradient(
+        name, new[rest], old[rest], advantages[rest], mask[rest])
     scale = 11 / 12 if EQUATIONS[name][-1] == "sequence" else 1.0
     assert torch.isfinite(loss) and (gradient[5] == 0).all()
     assert torch.allclose(loss, rest_loss * scale, atol=1e-14)
@@ -512,7 +520,8 @@ def test_nothing_masked_in_is_zero_and_not_nan():
 def test_gradient_reaches_neither_sampler_nor_advantages(name):
     new, old, rewards, mask = random_batch(10)
     new, old = new.requires_grad_(True), old.requires_grad_(True)
-    advantages = torch.randn(len(new), dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_(True)
+    advantages = torch.randn(len(new), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    advantages.requires_grad_(True)
     lm.policy_loss(new, old, advantages, mask, algorithm=name)[0].backward()
     assert old.grad is None and advantages.grad is None and new.grad is not None
 
@@ -557,7 +566,8 @@ def test_red_drop_keeps_as_many_negatives_as_positives():
     generator = torch.Generator().manual_seed(0)
     seen = set()
     for _ in range(40):
-        advantages = lm.shaped_advantages(GROUP, torch.ones(1, 8), algorithm=lm.ALGORITHMS["red-drop"], generator=generator)[0]
+        advantages = lm.shaped_advantages(GROUP, torch.ones(1, 8), algorithm=lm.ALGORITHMS["red-drop"],
+                                          generator=generator)[0]
         assert advantages[:2].tolist() == [.5, .5] and sorted(advantages[2:].tolist()) == [-.5] * 2 + [0.0] * 4
         seen |= set((advantages == -.5).nonzero()[:, 0].tolist())
     assert seen == set(range(2, 8))  # random, and drawn from the generator it was given
@@ -581,19 +591,3 @@ def test_weight_temperature_is_used():
     advantages = lm.shaped_advantages(GROUP, torch.ones(1, 8), algorithm=row)[0]
     assert advantages[0].item() == pytest.approx(.75 * math.exp(.375)) and advantages[7].item() == pytest.approx(
         -.25 * math.exp(-.125))
-
-
-# ------------------------------------------------------------------------------------------------ off-policy metrics
-
-
-def test_off_policyness_by_hand():
-    # Ratios 1, 2, 3 | 4, 1: sequence products 6 and 4, so ess = (6 + 4)² / (2·(36 + 16)) = .9615…
-    ratio = torch.tensor([[1.0, 2.0, 3.0], [4.0, 1.0, 99.0]], dtype=torch.float64)
-    mask = torch.tensor([[1, 1, 1], [1, 1, 0]]).bool()
-    old = torch.full((2, 3), -2.0, dtype=torch.float64)
-    found = lm.off_policyness(old + ratio.log(), old, mask)
-    assert found["ess"].item() == pytest.approx(100 / (2 * 52))
-    assert found["ratio_max"].item() == pytest.approx(4.0)
-    assert found["ratio_p50"].item() == pytest.approx(2.0)  # of 1, 1, 2, 3, 4
-    same = lm.off_policyness(old, old, mask)
-    assert {k: v.item() for k, v in same.items()} == pytest.approx({k: 1.0 for k in same})
