@@ -68,7 +68,7 @@ def as_fraction(answer: str | None) -> Fraction | None:
 
 
 def answer_part(text) -> tuple[str, str]:
-    """(where the answer stands, its marker): behind the last '####' to the end of the line, or in the last \\boxed{…}.
+    """(where the answer stands, its marker): after the last '####' to the end of the line, or in the last \\boxed{…}.
 
     Of the two the later one counts; without either, the text itself and ''. A box that was cut off holds ''.
     """
