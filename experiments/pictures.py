@@ -1,0 +1,147 @@
+"""The figures of the paper's grids. A title gives the message and the verdict that `judge` reached."""
+
+import numpy as np
+
+from experiments.claims import STALE, WORDS, curves, drop_from_peak, final, judge, mean_interval, seeds_of
+from utils import METHODS, figure, method_style, save_figure
+
+PLAIN, CLIPPED, WIDE = "reinforce", "rec-oneside-nois", "rec-oneside-nois (.6,2)"
+CURVES = {  # figure → its claim, rows and settings, and the message that goes with one verdict
+    "paper_rec": ("P2", (PLAIN, "reinforce-is", "grpo", "rec-oneside-is", CLIPPED, WIDE), STALE,
+                  ("holds", "Stale data: plain REINFORCE falls behind; all that clip or weigh by the ratio learn on")),
+    "paper_learning_rate": ("P4", (CLIPPED, "rec-oneside-nois 5×lr", WIDE), STALE,
+                            ("not resolved", "10 batches late, a wider clip beats a 5 times larger step; elsewhere it is open")),
+    "paper_red": ("P6", (PLAIN, "red-drop", "red-weight-adaptive", "red-weight", "red-weight-oneside", "grpo"), tuple(WORDS),
+                  ("does not hold", "Dropping wrong answers falls with REINFORCE on stale data;\nweighting right ones up does not fall")),
+    "paper_rep": ("P7", (PLAIN, "rep-opmd", "rep-asymre", CLIPPED), tuple(WORDS),
+                  ("holds", "A penalty on the distance from the sampler keeps stale REINFORCE from falling, as clipping does")),
+}
+
+
+def titled(claims: dict, claim: str, message: tuple, seeds: int) -> str:
+    """The message, if it was written for the verdict that the runs give; else the claim itself."""
+    verdict = claims[claim]["verdict"]
+    return f"{message[1] if message[0] == verdict else claims[claim]['claim']}\n{claim}: {verdict}; mean of {seeds} seeds, 95 % band"
+
+
+def draw_bands(axis, x, rows: dict) -> None:
+    """row → values (seeds, len(x)): means with bands, whose markers take turns, so that lines which coincide stay visible."""
+    for i, (row, values) in enumerate(rows.items()):
+        mean, low, high = mean_interval(values)
+        style = method_style(row, points=1) | {"markevery": (i % 3, 3)}
+        axis.fill_between(x, low, high, color=style["color"], alpha=0.12, linewidth=0)
+        axis.plot(x, mean, label=row, **style)
+
+
+def legend_below(fig, axis, columns: int) -> None:
+    fig.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=columns, fontsize=9, handlelength=3)
+
+
+def draw_curves(grid, name: str, rows, settings, title: str, directory) -> None:
+    """One panel per setting, one learning curve per row."""
+    shape = (2, 2) if len(settings) == 4 else (len(settings), 1)
+    fig, axes = figure(*shape, width=9.0 / shape[0], height=3.0, sharey=True, squeeze=False)
+    for axis, setting in zip(axes.flat, settings):
+        draw_bands(axis, curves(grid, rows[0], setting)[0], {row: curves(grid, row, setting)[1] for row in rows})
+        axis.set(title=WORDS[setting], xlabel="training step", xticks=range(0, 121, 30))
+    for axis in axes[:, 0]:
+        axis.set_ylabel("held-out accuracy")
+    legend_below(fig, axes.flat[-1], 3)
+    fig.suptitle(title)
+    save_figure(fig, directory, name)
+
+
+def draw_shapes(grid, directory, title: str) -> None:
+    """How far each shape of clipping ends from one-side clipping: the paired differences over seeds."""
+    rows = ("rec-ring-nois", "rec-ring-is", "rec-twoside-nois", "rec-twoside-is")
+    fig, axes = figure(3, width=3.0, height=2.8, sharey=True, sharex=True)
+    for axis, setting in zip(axes, STALE):
+        axis.axvspan(-3, 3, color="0.92", zorder=0)
+        axis.axvline(0, color="0.5", linewidth=1, linestyle="-", zorder=1)
+        for i, row in enumerate(rows):
+            mean, low, high = (100 * v for v in mean_interval(final(grid, row, setting) - final(grid, CLIPPED, setting)))
+            style = method_style(row, points=1)
+            axis.plot([low, high], [i, i], color=style["color"], linewidth=2.5, linestyle="-")
+            axis.plot(mean, i, color=style["color"], marker=style["marker"], markersize=9)
+            axis.text(mean, i - 0.2, f"{mean:+.1f}", ha="center", fontsize=9)
+        axis.set(title=WORDS[setting], yticks=range(4), ylim=(3.6, -0.7), xticks=range(-15, 6, 5))
+        axis.set_yticklabels([row.removeprefix("rec-").replace("-nois", "").replace("-is", ", with IS") for row in rows])
+    fig.supxlabel("points of accuracy at the end, minus those of one-side clipping; grey: the margin of 3 points", fontsize=10)
+    fig.suptitle(title)
+    save_figure(fig, directory, "paper_clip_shape")
+
+
+def draw_kl(grid, directory) -> None:
+    """Largest distance to the sampler against the accuracy lost from the peak, one point per run."""
+    fig, axis = figure(width=8.0, height=4.6)
+    limit, loss, points = 0.1, 5, {}
+    for setting, marker in zip(STALE, "s^D"):
+        for row in METHODS:
+            x = np.nanmax(curves(grid, row, setting, "kl_old")[1], axis=1)
+            points[row, setting] = x, 100 * drop_from_peak(grid, row, setting), marker
+    for (row, setting), (x, y, marker) in points.items():
+        plain = row == PLAIN
+        axis.scatter(x, y, marker=marker, s=60 if plain else 22, facecolors=method_style(PLAIN)["color"] if plain else "white",
+                     edgecolors="black" if plain else "0.45", linewidths=0.9, zorder=3 if plain else 2)
+    for setting, marker in zip(STALE, "s^D"):
+        axis.scatter([], [], marker=marker, s=40, color="0.45", label=WORDS[setting])
+    axis.scatter([], [], marker="o", s=60, color=method_style(PLAIN)["color"], edgecolors="black", label="filled: reinforce")
+    axis.scatter([], [], marker="o", s=22, facecolors="white", edgecolors="0.45", label="hollow: the other rows")
+    axis.axvline(limit, color="black", linewidth=1, linestyle="--")
+    axis.axhline(loss, color="black", linewidth=1, linestyle="--")
+    x, y = (np.concatenate([p[i] for p in points.values()]) for i in (0, 1))
+    for near, place in ((x <= limit, 0.011), (x > limit, 0.115)):
+        axis.text(place, 11, f"{(near & (y > loss)).sum()} of {near.sum()} runs\nlost more than\n{loss} points", fontsize=12, va="center")
+    axis.text(limit * 0.95, 23.3, "near the sampler", ha="right", fontsize=11)
+    axis.text(limit * 1.05, 23.3, "far from it", fontsize=11)
+    axis.set(xscale="log", xticks=[0.01, 0.1, 1], xticklabels=["0.01", "0.1", "1"], ylim=(-1, 25),
+             xlabel="largest KL(sampler ‖ policy) on the way, nats per token", ylabel="points of accuracy lost since the peak")
+    axis.set_title(f"Who stays near the sampler loses nothing again ({len(x)} runs on stale data)", fontsize=12, pad=10)
+    legend_below(fig, axis, 3)
+    save_figure(fig, directory, "paper_kl")
+
+
+def draw_staleness(grid, directory, intervals, rows) -> None:
+    fig, axis = figure(width=8.0, height=4.6)
+    for row in rows:
+        bands = np.array([mean_interval(final(grid, row, f"({i},0)")) for i in intervals])
+        style = method_style(row, points=1) | {"markevery": 1}
+        axis.fill_between(intervals, bands[:, 1], bands[:, 2], color=style["color"], alpha=0.1, linewidth=0)
+        axis.plot(intervals, bands[:, 0], label=row, **style)
+    plain, clipped = (np.array([final(grid, row, f"({i},0)").mean() for i in intervals]) for row in (PLAIN, CLIPPED))
+    axis.set(xscale="log", xticks=intervals, xticklabels=intervals, xlabel="training steps between two refreshes of the sampler",
+             ylabel="held-out accuracy at the end")
+    axis.minorticks_off()
+    axis.set_title(f"Plain REINFORCE needs fresh data: {plain[0]:.2f} there, {plain.min():.2f} when refreshed every "
+                   f"{intervals[plain.argmin()]} steps.\nWith clipping it is never below {clipped.min():.2f}", fontsize=12)
+    legend_below(fig, axis, 4)
+    save_figure(fig, directory, "paper_staleness")
+
+
+def draw_compare(grid, directory) -> None:
+    """The picture on the front page: the argument in three rows and one setting."""
+    rows, setting = (PLAIN, "grpo", CLIPPED), "(20,0)"
+    fig, axes = figure(2, width=4.6, height=3.4)
+    steps = curves(grid, PLAIN, setting)[0]
+    draw_bands(axes[0], steps, {row: curves(grid, row, setting)[1] for row in rows})
+    draw_bands(axes[1], steps[1:], {row: curves(grid, row, setting, "kl_old")[1][:, 1:] for row in rows})
+    axes[0].set(title="what it has learned", ylabel="held-out accuracy", xlabel="training step", xticks=range(0, 121, 30))
+    axes[1].set(title="how far it is from its sampler", ylabel="KL(sampler ‖ policy), nats per token", xlabel="training step",
+                xticks=range(0, 121, 30), ylim=(0, None))
+    start, *ends = [curves(grid, PLAIN, setting)[1][:, 0].mean(), *(final(grid, row, setting).mean() for row in rows)]
+    legend_below(fig, axes[0], 3)
+    fig.suptitle(f"On data up to 19 updates old, REINFORCE ends where it began ({start:.2f} → {ends[0]:.2f});\nclipping learns on, "
+                 f"with importance sampling (grpo {ends[1]:.2f}) or without ({ends[2]:.2f}); {seeds_of(grid)} seeds, 95 % band")
+    save_figure(fig, directory, "06_compare")
+
+
+def draw_figures(grid, staleness, directory, *, intervals, rows) -> None:
+    """All figures of the paper's grid. The staleness grid lacks the intervals that the paper's has."""
+    claims, seeds = judge(grid), seeds_of(grid)
+    for name, (claim, shown, settings, message) in CURVES.items():
+        draw_curves(grid, name, shown, settings, titled(claims, claim, message, seeds), directory)
+    message = ("not resolved", "Two-side clipping may cost points while the sampler is refreshed; the ring costs less")
+    draw_shapes(grid, directory, titled(claims, "P5", message, seeds))
+    draw_kl(grid, directory)
+    draw_compare(grid, directory)
+    draw_staleness(grid + staleness, directory, intervals, rows)
