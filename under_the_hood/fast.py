@@ -84,8 +84,8 @@ def token_logprobs(model, prompt, completion, *, prompt_mask=None, mask=None, te
     mask = torch.ones_like(completion, dtype=torch.bool) if mask is None else mask
     if way == "auto":
         short = prompt.shape[1] + completion.numel() // prompt.shape[0] <= 512
-        way = "packed" if short and packable(model) else "shared"
-        way = "whole" if is_sharded(model) or recomputes(model) else way
+        way = ("whole" if is_sharded(model) or recomputes(model) else
+               "packed" if short and packable(model) else "shared")
     if (mask[:, 1:] & ~mask[:, :-1]).any():
         raise ValueError("mask must be True for a row's first tokens and False behind them, without holes")
     if not mask.any():
@@ -124,7 +124,7 @@ def shared_prompt_states(model, prompt, prompt_mask, completion, mask):
     """The same, but a group shares its prompt, as in `generate`.
 
     The prompts run once, *with* gradients. Their keys and values are repeated for the group, and autograd sums the
-    gradients of the copies. Then the completions run, in column blocks that finished ones leave.
+    gradients of the copies. Then the completions run, a block of columns at a time, without those that have ended.
     """
     from transformers import DynamicCache
 
@@ -133,7 +133,7 @@ def shared_prompt_states(model, prompt, prompt_mask, completion, mask):
     states, chosen = [last[mask[:, 0]]], [mask[:, 0].nonzero()[:, 0] * completion.shape[1]]
     attention = torch.cat([prompt_mask.repeat_interleave(group, 0), mask], 1)
     places = torch.arange(completion.numel(), device=completion.device).view_as(completion)
-    rows = torch.arange(len(prompt), device=prompt.device).repeat_interleave(group)  # each completion's row in the cache
+    rows = torch.arange(len(prompt), device=prompt.device).repeat_interleave(group)  # of the cache, by completion
     for begin, end, still in column_blocks(mask):
         cache.batch_select_indices(rows[still])
         rows = torch.empty_like(rows).index_copy(0, still, torch.arange(len(still), device=still.device))
@@ -222,7 +222,7 @@ def _chosen_logprobs(head, states, targets, *, temperature):
     logits = head(states).float()
     logits = logits / temperature if temperature != 1 else logits
     chosen, log_normaliser = LogSoftmaxAt.apply(logits, targets)
-    with torch.no_grad():  # last, because a recomputation in the backward pass stops when the gradient has all it needs
+    with torch.no_grad():  # last, since a recomputation in the backward pass stops when the gradient has what it needs
         entropy = log_normaliser - (logits - log_normaliser[:, None]).exp_().mul_(logits).sum(-1)
     return chosen, entropy
 
