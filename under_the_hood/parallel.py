@@ -1,14 +1,14 @@
-"""Several processes train one model: each samples and differentiates its share of every batch, and the gradients add up.
+"""Several processes train one model: each samples its share of every batch, and their gradients are added.
 
 PyTorch's launcher starts them, on one machine or on several:
 
     torchrun --nproc-per-node 2 06_full_llm_training.py …          two processes; nothing else changes
-    torchrun --nproc-per-node 8 06_full_llm_training.py --shard …  the weights, gradients and optimizer state are split as well
+    torchrun --nproc-per-node 8 06_full_llm_training.py --shard …  weights, gradients, optimizer state are split as well
 
-In a single process every function here does nothing, or the obvious thing, so that 06 reads the same for one process and many.
+In a single process every function here returns what it was given or does nothing, so that 06 needs no branches.
 
-Only one fact about reinforcement learning is in this file: a mean over a batch is not the mean of the processes' means, since
-their responses differ in length. 06 therefore divides by the token count of all processes, and what is left to do here is to sum.
+Only one fact about reinforcement learning is in this file: a mean over a batch is not the mean of the processes'
+means, since their responses differ in length. So 06 divides by the token count of all processes, and here is the sum.
 """
 
 import contextlib
@@ -22,13 +22,13 @@ from torch.utils._pytree import tree_map
 
 
 def start(device: torch.device) -> torch.device:
-    """Join the other processes, if torchrun started this one; the device of this process."""
+    """Join the other processes, if torchrun started this one. Returns the device of this process."""
     if "cuda" in device.type and device.index is None:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-                                timeout=datetime.timedelta(hours=2))  # others wait while rank 0 downloads a model or saves one
+                                timeout=datetime.timedelta(hours=2))  # the others wait while rank 0 loads a model
     return device
 
 
@@ -46,7 +46,7 @@ def rank() -> int:
 
 
 def own_seed(seed: int) -> int:
-    """The seed of this process's sampling stream: with a common one all processes would sample the same responses."""
+    """A sampling seed for this process: with a common one all processes would sample the same random numbers."""
     return seed + 1_000_003 * rank()
 
 
@@ -56,14 +56,14 @@ def print_rank0(text: str) -> None:
 
 
 def barrier() -> None:
-    """Until every process is here."""
+    """Wait until every process is here."""
     if size() > 1:
         dist.barrier()
 
 
 @contextlib.contextmanager
 def main_process_first():
-    """Rank 0 runs the block (and fills a cache, which all machines must see), then the others."""
+    """Rank 0 runs the block first, and fills a cache that all machines must see; then the others run it."""
     if rank() > 0:
         barrier()
     yield
@@ -119,8 +119,11 @@ def move(tree, device):
 
 
 def in_step(parts: list, *, sharded: bool):
-    """(part, counts) for each pass of a step. Sharded processes gather each other's weights in every pass, so one that is done
-    repeats passes that count nothing until all are."""
+    """Yield (part, counts) for each pass of a step; counts is 1, or 0 for a pass that must not count.
+
+    Sharded processes gather each other's weights in every pass, so all must run equally many: one with fewer parts
+    repeats some of them, with counts 0.
+    """
     for number in range(largest(len(parts)) if sharded else len(parts)):
         yield parts[number % len(parts)], float(number < len(parts))
 
@@ -144,7 +147,7 @@ def add_gradients(parameters, *, bucket: int = 2**25) -> None:
 
 
 def clip_gradients(model, most: float):
-    """Sum the processes' gradients, unless shards have done so, and clip their global L2 norm, which is returned."""
+    """Sum the processes' gradients (sharded ones are summed already), clip their global L2 norm, and return the norm."""
     if not is_sharded(model):
         add_gradients(model.parameters())
     return whole(torch.nn.utils.clip_grad_norm_(model.parameters(), most))
@@ -156,7 +159,8 @@ def clip_gradients(model, most: float):
 def shard(model, token_logprobs, *, compute_dtype=None) -> None:
     """Split the weights over the processes, in place. model.token_logprobs(…) then runs token_logprobs with whole weights.
 
-    A block's weights are gathered when it runs and dropped again behind it. FSDP averages gradients: multiply the loss by size().
+    A block's weights are gathered when it runs and dropped afterwards. FSDP averages gradients: multiply the loss by
+    size().
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -175,7 +179,7 @@ def is_sharded(model) -> bool:
 
 
 def is_part(tensor) -> bool:
-    """Of a tensor that is split over the processes, a DTensor, whose import takes half a second that few runs need."""
+    """Is this a DTensor, split over the processes? Without importing that class: it takes half a second, in every run."""
     return hasattr(tensor, "full_tensor")
 
 
@@ -185,7 +189,7 @@ def whole(tensor):
 
 
 def whole_weights(model) -> dict:
-    """The state dict of a sharded model in one piece in the CPU's memory of rank 0; all processes must ask for it."""
+    """The whole state dict of a sharded model, on rank 0's CPU. All processes must call this, since each holds a part."""
     weights = {}
     for name, weight in model.state_dict().items():
         weight = whole(weight)
@@ -195,7 +199,7 @@ def whole_weights(model) -> dict:
 
 
 def ordinary_model(model, like):
-    """A model that save_pretrained takes: the model itself; if sharded, put together on rank 0's CPU, and None elsewhere."""
+    """A model that save_pretrained takes: the model itself; if sharded, a whole one on rank 0's CPU, None elsewhere."""
     if not is_sharded(model):
         return model
     weights = whole_weights(model)
@@ -209,7 +213,7 @@ def ordinary_model(model, like):
 
 @contextlib.contextmanager
 def policy_to_sample(model, sampler):
-    """The policy as a model that samples. If it is sharded, it borrows the sampler's place."""
+    """A model that samples as the policy does. A sharded policy cannot sample, so the sampler gets its weights meanwhile."""
     if not is_sharded(model):
         yield model
         return
@@ -221,14 +225,17 @@ def policy_to_sample(model, sampler):
 
 @torch.no_grad()
 def copy_weights(source, target) -> None:
-    """Give `target`, an unsharded model, the weights of `source`: numbers, not references, one tensor at a time."""
+    """Copy the weights of `source` into `target`, an unsharded model, one tensor at a time.
+
+    The numbers are copied: a sampler that shared the policy's tensors would follow each update, and never be stale.
+    """
     destination = target.state_dict()
     for name, weight in source.state_dict().items():
         destination[name].copy_(whole(weight))
 
 
 def optimizer_state(optimizer) -> dict:
-    """optimizer.state_dict(); what is sharded stands in one piece in the CPU's memory of rank 0, and is None elsewhere."""
+    """optimizer.state_dict(); a sharded tensor is whole, on rank 0's CPU, and None on the other processes."""
     def collect(leaf):
         if not is_part(leaf):
             return leaf
@@ -238,7 +245,7 @@ def optimizer_state(optimizer) -> dict:
 
 
 def load_optimizer_state(optimizer, state: dict) -> None:
-    """Load what optimizer_state gave, split again as the parameters are."""
+    """Load what optimizer_state gave, and split it as the parameters are split."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for i, values in state["state"].items():
         if is_part(parameters[i]):
