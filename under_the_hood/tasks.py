@@ -1,4 +1,4 @@
-"""Where questions come from: additions made here, GSM8K, a .jsonl file; which of them a batch asks, and how a reply is paid."""
+"""Where questions come from (additions, GSM8K, a .jsonl file), which of them a batch asks, and the reward of a reply."""
 
 import dataclasses
 import functools
@@ -34,8 +34,10 @@ def load_task(config) -> Task:
     elif config.task == "gsm8k":
         train, held_out = gsm8k_examples()
     elif config.task.endswith(".jsonl"):
-        examples = list({e.question: e for e in reversed(read_jsonl(config.task))}.values())[::-1]  # none on both sides
-        require(len(examples) >= 2, f"{config.task} has {len(examples)} example; it needs at least 2, since some are held out")
+        # Each question once, so that none is both trained on and held out.
+        examples = list({e.question: e for e in reversed(read_jsonl(config.task))}.values())[::-1]
+        require(len(examples) >= 2,
+                f"{config.task} has {len(examples)} example; it needs at least 2, since some are held out")
         order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(0)).tolist()
         size = min(config.eval_questions, max(1, len(examples) // 10))
         held_out, train = [examples[i] for i in order[:size]], [examples[i] for i in order[size:]]
@@ -53,7 +55,7 @@ def digits_of(task: str) -> int:
 
 @functools.cache
 def addition_examples(digits: int) -> tuple[list, list]:
-    """Sums of two numbers below 10^digits in a fixed shuffled order: at most 20,000, of which a tenth is never trained on."""
+    """Sums of two numbers below 10^digits in a fixed shuffled order: (to train on, held out), 9 : 1, at most 20,000."""
     below = 10**digits
     if below**2 <= 10**6:
         order = torch.randperm(below**2, generator=torch.Generator().manual_seed(2509))[:20_000]
@@ -68,7 +70,7 @@ def addition_examples(digits: int) -> tuple[list, list]:
 def worked_steps(question: str, slip: int | None = None) -> str:
     """'47+85=' → '7+5=12;1+4+8=13;132', one column at a time from the right, the carry in front, then the sum.
 
-    slip: at the step of this number the result is wrong by one, and what follows is built on it.
+    slip: the index of a step whose result is 1 too large; the later steps continue from the wrong result.
     """
     first, second = question.rstrip("=").split("+")
     carry, steps, digits = 0, [], ""
@@ -121,7 +123,10 @@ def read_jsonl(path) -> list:
 
 
 def batch_examples(examples: list, number: int, *, count: int, seed: int) -> list:
-    """The examples of batch `number` (1-based): consecutive slices of one shuffle per pass over the data, a pure function."""
+    """The examples of batch `number`, from 1: slices of a new shuffle in each pass over the data.
+
+    It depends on its arguments alone, so a resumed run asks the same questions.
+    """
     picked = []
     for position in range((number - 1) * count, number * count):
         epoch, index = divmod(position, len(examples))
@@ -136,10 +141,11 @@ def _shuffled(size: int, seed: int, epoch: int) -> list:
 
 @functools.cache
 def reward_function(name: str | None, task: str):
-    """reward(question, response, answer) → float: the user's `module:function`, else 1 for the right answer and 0 for another."""
+    """reward(question, response, answer) → float: the user's `module:function`, else 1 for the right answer, else 0."""
     if name:
         return load_reward(name)
     if task.endswith(".jsonl"):  # whose answers may be formulas
         return lambda question, text, answer: math_reward(text, answer)
-    check = functools.lru_cache(2**16)(lambda function, text, answer: float(function(text, answer)))  # a group repeats itself
+    # Responses of a group are often equal: their verdict is looked up.
+    check = functools.lru_cache(2**16)(lambda function, text, answer: float(function(text, answer)))
     return lambda question, text, answer: check(is_correct, text, answer)
