@@ -3,7 +3,7 @@
 PyTorch's launcher starts them, on one machine or on several:
 
     torchrun --nproc-per-node 2 06_full_llm_training.py …          two processes; nothing else changes
-    torchrun --nproc-per-node 8 06_full_llm_training.py --shard …  weights, gradients, optimizer state are split as well
+    torchrun --nproc-per-node 8 06_full_llm_training.py --shard …  weights, gradients, optimizer state are split, too
 
 In a single process every function here returns what it was given or does nothing, so that 06 needs no branches.
 
@@ -147,7 +147,7 @@ def add_gradients(parameters, *, bucket: int = 2**25) -> None:
 
 
 def clip_gradients(model, most: float):
-    """Sum the processes' gradients (sharded ones are summed already), clip their global L2 norm, and return the norm."""
+    """Sum the processes' gradients (sharded ones are summed already), clip their global L2 norm, and return it."""
     if not is_sharded(model):
         add_gradients(model.parameters())
     return whole(torch.nn.utils.clip_grad_norm_(model.parameters(), most))
@@ -157,7 +157,7 @@ def clip_gradients(model, most: float):
 
 
 def shard(model, token_logprobs, *, compute_dtype=None) -> None:
-    """Split the weights over the processes, in place. model.token_logprobs(…) then runs token_logprobs with whole weights.
+    """Split the weights over the processes, in place; model.token_logprobs(…) then runs the given function on them.
 
     A block's weights are gathered when it runs and dropped afterwards. FSDP averages gradients: multiply the loss by
     size().
@@ -179,7 +179,7 @@ def is_sharded(model) -> bool:
 
 
 def is_part(tensor) -> bool:
-    """Is this a DTensor, split over the processes? Without importing that class: it takes half a second, in every run."""
+    """Is this a DTensor, split over the processes? Asked without importing that class, which takes half a second."""
     return hasattr(tensor, "full_tensor")
 
 
@@ -189,7 +189,7 @@ def whole(tensor):
 
 
 def whole_weights(model) -> dict:
-    """The whole state dict of a sharded model, on rank 0's CPU. All processes must call this, since each holds a part."""
+    """The whole state dict of a sharded model, on rank 0's CPU. All processes must call it: each holds a part."""
     weights = {}
     for name, weight in model.state_dict().items():
         weight = whole(weight)
@@ -213,7 +213,7 @@ def ordinary_model(model, like):
 
 @contextlib.contextmanager
 def policy_to_sample(model, sampler):
-    """A model that samples as the policy does. A sharded policy cannot sample, so the sampler gets its weights meanwhile."""
+    """A model that samples as the policy does: a sharded policy cannot sample, so it lends the sampler its weights."""
     if not is_sharded(model):
         yield model
         return
