@@ -1,4 +1,4 @@
-"""Where questions come from (additions, GSM8K, a .jsonl file), which of them a batch asks, and the reward of a reply."""
+"""Where questions come from (additions, GSM8K, a .jsonl file), which of them a batch asks, how a reply is rewarded."""
 
 import dataclasses
 import functools
@@ -42,7 +42,8 @@ def load_task(config) -> Task:
         size = min(config.eval_questions, max(1, len(examples) // 10))
         held_out, train = [examples[i] for i in order[:size]], [examples[i] for i in order[size:]]
     else:
-        raise UserError(f"unknown task {config.task!r}; choose addition, addition-1, addition-3, gsm8k or a .jsonl file")
+        raise UserError(f"unknown task {config.task!r}; "
+                        "choose addition, addition-1, addition-3, gsm8k or a .jsonl file")
     return Task(config.task, train, held_out[: config.eval_questions])
 
 
@@ -55,7 +56,7 @@ def digits_of(task: str) -> int:
 
 @functools.cache
 def addition_examples(digits: int) -> tuple[list, list]:
-    """Sums of two numbers below 10^digits in a fixed shuffled order: (to train on, held out), 9 : 1, at most 20,000."""
+    """Sums of two numbers below 10^digits, at most 20,000, shuffled once for all: (to train on, held out), 9 : 1."""
     below = 10**digits
     if below**2 <= 10**6:
         order = torch.randperm(below**2, generator=torch.Generator().manual_seed(2509))[:20_000]
