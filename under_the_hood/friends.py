@@ -1,7 +1,7 @@
 """What single rows of the family do beside the one equation: to rewards, to data, to advantages, and by a second batch.
 
-Each of 06's functions has one hook here: training_rewards (collect), training_batch (train), friendly_advantages and
-token_advantages (train_step), extra_gradient (train_step). For a row that needs nothing they change nothing.
+06 calls these: training_rewards (in collect), training_batch (in train), friendly_advantages, token_advantages and
+extra_gradient (in train_step). For a row that needs nothing they change nothing.
 """
 
 import math
@@ -31,7 +31,8 @@ def training_rewards(rewards, asked, texts, lengths, config, *, algorithm, gener
         wrong = rewards.amax(1) <= 0
         shares = [judge(e.question, text, e.answer) if wrong[i // rewards.shape[1]] else 0.0
                   for i, (e, text) in enumerate(zip(asked, texts))]
-        rewards = torch.where(wrong[:, None], graded_reward(torch.tensor(shares).to(rewards)).view_as(rewards), rewards)
+        graded = graded_reward(torch.tensor(shares).to(rewards)).view_as(rewards)
+        rewards = torch.where(wrong[:, None], graded, rewards)
     if algorithm.overlong_share:
         budget = config.max_new_tokens
         penalty = overlong_penalty(lengths, max_length=budget, cache=algorithm.overlong_share * budget)
@@ -44,7 +45,8 @@ def noisy_verdicts(rewards, rates, *, generator):
     if not ((rewards == 0) | (rewards == 1)).all():
         raise ValueError("--reward-noise flips verdicts of 0 and 1, and this reward gives other numbers")
     chance = torch.where(rewards == 0, *rates)
-    return (rewards - (torch.rand(rewards.shape, generator=generator, device=rewards.device) < chance).to(rewards)).abs()
+    flipped = torch.rand(rewards.shape, generator=generator, device=rewards.device) < chance
+    return (rewards - flipped.to(rewards)).abs()
 
 
 def rate_pair(text: str, *, flag: str) -> tuple[float, float]:
@@ -59,12 +61,12 @@ def rate_pair(text: str, *, flag: str) -> tuple[float, float]:
 
 
 def noise_rates(config) -> tuple[float, float]:
-    """What noise-corrected-grpo assumes."""
+    """The (ρ⁺, ρ⁻) that noise-corrected-grpo assumes: by default those that --reward-noise makes."""
     return rate_pair(config.noise_rates or config.reward_noise, flag="--noise-rates")
 
 
 def leading_digits(question: str, text: str, answer: str) -> float:
-    """The exact step checker of addition: the share of digits that are right, counted from the first to the first wrong one."""
+    """The step checker of addition: the share of digits that are right, counted up to the first wrong one."""
     found = extract_answer(text) or ""
     return len(os.path.commonprefix([found, answer])) / max(len(found), len(answer))
 
@@ -90,7 +92,7 @@ def graded_reward(right_steps, *, steepness=5.0, centre=0.5):
 def training_batch(sample, task, number: int, config, *, algorithm):
     """Batch `number` of the run, this process's share. sample(examples, worked=…) → Rollout.
 
-    DAPO's dynamic sampling replaces flat groups, at most --refills times.
+    DAPO's dynamic sampling replaces groups whose rewards are all equal, at most --refills times.
     """
     count, seed = config.prompts_per_step, config.seed
     worked = batch_examples(task.train, number, count=algorithm.worked_examples, seed=seed + 1)
@@ -100,7 +102,7 @@ def training_batch(sample, task, number: int, config, *, algorithm):
         keep = informative_groups(batch.rewards)
         if keep.all():
             break
-        # a shuffle of its own for each attempt; a pure function of the batch number again, so that a resumed run repeats it
+        # Other questions in each attempt and process; the shuffle depends on the seed alone, so a resumed run repeats it.
         shuffle = (seed + 1) * 1009 + attempt + 7919 * parallel.rank()
         more = batch_examples(task.train, number, count=int((~keep).sum()), seed=shuffle)
         batch = join(batch, keep, sample(more, worked=worked))
@@ -131,7 +133,7 @@ def join(first, keep, second):
 
 
 def pad_and_stack(first, second, *, left=False):
-    """Two tensors (·, T₁) and (·, T₂) on top of each other; what fills the gap is masked, so 0 will do."""
+    """Two tensors (·, T₁) and (·, T₂) on top of each other. The narrower one is filled with 0, which the mask hides."""
     width = max(first.shape[1], second.shape[1])
     gaps = [(width - part.shape[1], 0) if left else (0, width - part.shape[1]) for part in (first, second)]
     return torch.cat([torch.nn.functional.pad(part, gap) for part, gap in zip((first, second), gaps)])
@@ -140,16 +142,17 @@ def pad_and_stack(first, second, *, left=False):
 def hinted_group(engine, model, tokenizer, examples, worked, prompt, prompt_mask, *, group_size: int, **options):
     """ICPO: the last response of each group is sampled with worked examples in the prompt, and scored without them.
 
-    engine: (generate, token_logprobs). Returns tokens, mask, logprobs and hinted (B,). The sampler's log-probabilities of
-    hinted tokens are those under the plain prompt as well, so that ratios and KL go on to measure staleness, not the hint.
-    Only a model that reads examples gains by them: the built-in one has never seen two questions in a row, and is right in 1 %
-    with one, in 40 % without.
+    engine: (generate, token_logprobs). Returns tokens, mask, logprobs and hinted (B,). The log-probabilities of hinted
+    tokens are those under the plain prompt, too, so that ratios and KL measure staleness and not the hint. Only a
+    model that can use examples gains by them: the built-in one has never seen two questions in a row, and with an
+    example it is right in 1 % of the cases, without in 40 %.
     """
     generate, token_logprobs = engine
     tokens, mask, logprobs = generate(model, prompt, prompt_mask, group_size=group_size - 1, **options)
     shown, shown_mask = encode_prompts(tokenizer, examples, device=prompt.device, worked=worked)
-    require(shown.shape[1] + options["max_new_tokens"] <= context_length(model), f"with a worked example a prompt has "
-            f"{shown.shape[1]} tokens, and the model's context of {context_length(model)} leaves no room for the answer")
+    require(shown.shape[1] + options["max_new_tokens"] <= context_length(model),
+            f"with a worked example a prompt has {shown.shape[1]} tokens, "
+            f"and the model's context of {context_length(model)} leaves no room for the answer")
     hinted_tokens, hinted_mask, _ = generate(model, shown, shown_mask, group_size=1, **options)
     with torch.no_grad():
         hinted_logprobs, _ = token_logprobs(model, prompt, hinted_tokens, prompt_mask=prompt_mask, mask=hinted_mask,
@@ -165,16 +168,17 @@ def hinted_group(engine, model, tokenizer, examples, worked, prompt, prompt_mask
 
 def adaptive_temperature(advantages, lengths, *, low=0.8, high=100.0):
     """The T of RED-Weight at which Σ A·exp(A/T)·L = 0 for one group, or None; lesson 05 explains it."""
-    if not (advantages.dim() == 1 and advantages.shape == lengths.shape and len(lengths) > 1 and 0 < low < high < math.inf
+    if not (advantages.dim() == 1 and advantages.shape == lengths.shape and len(lengths) > 1
+            and 0 < low < high < math.inf
             and advantages.isfinite().all() and (lengths >= 0).all() and lengths.isfinite().all()):
         raise ValueError("need one group, finite advantages and lengths ≥ 0, both (K,), K ≥ 2, and 0 < low < high; got "
                          f"{tuple(advantages.shape)}, {tuple(lengths.shape)}, {low}, {high}")
     advantages, lengths = (tensor.detach().to("cpu", torch.float64) for tensor in (advantages, lengths))
     pull = advantages * lengths
-    if pull.sum() >= -1e-6 * pull.abs().sum():  # the rounding of a float32 mean is no imbalance
+    if pull.sum() >= -1e-6 * pull.abs().sum():  # less than that is the rounding of a float32 mean
         return None
 
-    def still_negative(temperature):  # falls with T; dividing by the largest weight keeps the sign and the range
+    def still_negative(temperature):  # dividing by the largest weight keeps the sign, and nothing overflows
         return (pull * ((advantages - advantages.max()) / temperature).exp()).sum() < 0
 
     if still_negative(low):
@@ -188,12 +192,13 @@ def adaptive_temperature(advantages, lengths, *, low=0.8, high=100.0):
 
 
 def friendly_advantages(rewards, lengths, *, algorithm, number: int, noise_rates):
-    """(rewards, advantages) of a row that prepares its rewards, or has a baseline of its own, (P, K); advantages may be None."""
+    """(rewards, advantages), both (P, K): the rewards as the row prepares them; None where 06's baselines apply."""
     if algorithm.correct_noise:
-        rewards = noise_corrected_rewards(rewards, false_positive_rate=noise_rates[0], false_negative_rate=noise_rates[1])
+        rewards = noise_corrected_rewards(rewards, false_positive_rate=noise_rates[0],
+                                          false_negative_rate=noise_rates[1])
     if algorithm.per_token_reward:
         rewards = rewards / lengths
-    if algorithm.baseline == "virtual":  # a reward of the user's may exceed 1
+    if algorithm.baseline == "virtual":  # max: the user's own reward may exceed 1
         return rewards, ngrpo_advantages(rewards, max_reward=max(1.0, rewards.max().item()))
     if algorithm.baseline == "hinted":
         return rewards, icpo_advantages(rewards[:, :-1], rewards[:, -1], step=number - 1)
@@ -203,7 +208,8 @@ def friendly_advantages(rewards, lengths, *, algorithm, number: int, noise_rates
 def ngrpo_advantages(rewards, *, max_reward=1.0, eps=1e-6):
     """NGRPO: each group normalised with one virtual right response, (..., K) → (..., K); lesson 02 explains it."""
     if (rewards > max_reward).any():
-        raise ValueError(f"need max_reward, the largest possible reward; got {max_reward:g} and a reward of {rewards.max():g}")
+        raise ValueError(f"need max_reward, the largest possible reward; got {max_reward:g} "
+                         f"and a reward of {rewards.max():g}")
     pool = torch.cat([rewards, torch.full_like(rewards[..., :1], max_reward)], -1)
     advantages = (rewards - pool.mean(-1, keepdim=True)) / (pool.std(-1, correction=1, keepdim=True) + eps)
     flat = pool.amax(-1, keepdim=True) == pool.amin(-1, keepdim=True)
@@ -235,17 +241,18 @@ def token_advantages(advantages, rewards, log_ratio, entropy, mask, *, algorithm
     """(P, K) advantages of groups → (B,), or (B, T) for a row that gives each token its own."""
     if algorithm.process_weight is None:
         return advantages.flatten()
-    return process_advantages(advantages, rewards, log_ratio.detach(), entropy, mask, process_weight=algorithm.process_weight)
+    return process_advantages(advantages, rewards, log_ratio.detach(), entropy, mask,
+                              process_weight=algorithm.process_weight)
 
 
 def process_advantages(advantages, rewards, log_ratio, entropy, mask, *, process_weight):
     """EP-GRPO's token advantages, **our reading**: s·(|A| + w·σ(s·d))·g, (P, K) advantages and rewards → (B, T).
 
-    s, the sign of the outcome advantage, or of the outcome itself (r > 0 or not) in a flat group, anchors everything: no token
-    is pushed the other way. d, the policy's divergence from the sampler at the token, is the implicit process signal: σ(s·d)
-    says how far the policy agrees with the outcome there, and ½ of w is left on fresh data and in flat groups. g, the token's
-    share of the response's entropy times its length, is gate and progress in one: the shares of a response sum to 1, so
-    neither padding nor cutting a token in two changes its total.
+    s is the sign of the outcome advantage, or in a flat group of the outcome itself (r > 0 or not). It decides for all
+    tokens of a response in which direction they are pushed. d = log π_θ − log π_old at the token is the process signal:
+    σ(s·d) says how far the policy agrees with the outcome there; on fresh data d = 0 and σ = ½. g gates: the token's
+    share of the response's entropy, times the response's length. The shares of a response sum to 1, so its total
+    changes neither by padding nor when a token is cut in two.
     """
     flat = ~informative_groups(rewards)[:, None]
     sign = torch.where(flat, torch.where(rewards > 0, 1.0, -1.0), advantages.sign()).reshape(-1, 1)
@@ -258,11 +265,11 @@ def process_advantages(advantages, rewards, log_ratio, entropy, mask, *, process
 
 
 def extra_gradient(model, batch, config, *, algorithm, entropy, sample, token_logprobs):
-    """AEPO: add the gradient of REINFORCE, with reward 1, on the policy's own samples at temperature 1.2 or 0.8; its loss.
+    """AEPO: add REINFORCE's gradient, with reward 1, on own samples at temperature 1.2 or 0.8. Returns its loss.
 
-    Imitating samples that are more random than the policy raises its entropy, imitating less random ones lowers it (lesson 05).
-    They come from the policy itself at this step: a stale sampler's would pull towards that sampler too. sample: generate with
-    all but the prompts, the group size and the temperature filled in.
+    Imitating samples that are more random than the policy raises its entropy, imitating less random ones lowers it
+    (lesson 05). They come from the policy at this step: samples of a stale sampler would also pull the policy towards
+    that sampler. sample: generate with all but the prompts, the group size and the temperature filled in.
     """
     if algorithm.entropy_target is None:
         return 0.0
@@ -270,7 +277,7 @@ def extra_gradient(model, batch, config, *, algorithm, entropy, sample, token_lo
     with autocast(config, batch.tokens.device):
         tokens, mask, _ = sample(model, batch.prompt, batch.prompt_mask, group_size=config.group_size,
                                  temperature=config.temperature * heat)
-    with autocast(config, batch.tokens.device):  # another one: the first keeps casts of the weights made without gradients
+    with autocast(config, batch.tokens.device):  # a new one: the first still holds casts of the weights without gradients
         logprobs, _ = token_logprobs(model, batch.prompt, tokens, mask=mask, prompt_mask=batch.prompt_mask,
                                      temperature=config.temperature)
     loss = -algorithm.entropy_weight * logprobs.sum() / parallel.all_reduce_sum(mask.sum())
@@ -282,7 +289,7 @@ def extra_gradient(model, batch, config, *, algorithm, entropy, sample, token_lo
 
 
 def calibrate(config, collect, algorithm) -> None:
-    """--calibrate N: how often the verifier (--reward, with --reward-noise) misjudges answers whose truth the task knows."""
+    """--calibrate N: how often the verifier (--reward, with --reward-noise) errs on answers whose truth is known."""
     task, generator = load_task(config), torch.Generator(pick_device(config.device)).manual_seed(config.seed)
     model, tokenizer = load_model(config.model, device=generator.device, cache_dir=config.cache_dir, task=config.task)
     task, truths, verdicts = drop_long_prompts(task, model, tokenizer, config), [], []
