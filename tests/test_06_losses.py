@@ -306,7 +306,7 @@ def test_one_side_is_has_ppos_gradient():
 
 
 def test_on_policy_every_rec_and_rep_row_but_asymre_is_reinforce():
-    """ρ ≡ 1 and d ≡ 0: nothing is clipped, weights are 1, the quadratic has no slope. The forward KL keeps its slope β."""
+    """ρ ≡ 1 and d ≡ 0: nothing is clipped, weights are 1, the quadratic has no slope. The forward KL keeps its β."""
     new, _, rewards, mask = random_batch(3)
     advantages = (rewards - rewards.mean(1, keepdim=True)).flatten()
     _, plain = ours(new, new, advantages, mask, name="reinforce")

@@ -1,4 +1,4 @@
-"""The README's table of the family: every row of ALGORITHMS stands there, and its columns are what the code does."""
+"""The table of the family: every row of ALGORITHMS stands in it, and its columns are what the code does."""
 
 import importlib
 import math
@@ -6,11 +6,11 @@ import pathlib
 import re
 
 lm = importlib.import_module("06_full_llm_training")
-README = pathlib.Path(__file__).resolve().parent.parent / "README.md"
+ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 def columns(row):
-    """A, M, W, R, N and the paper of a row, as the README's table says them: generated from the dataclass, never typed."""
+    """A, M, W, R, N and the paper of a row, as the table says them: generated from the dataclass, never typed."""
     def number(value):
         return f"{value:.4g}".replace("0.", ".", 1) if value < 1 else f"{value:.4g}"
 
@@ -40,7 +40,12 @@ def columns(row):
     return [advantage, clip, weight, ", ".join(terms) or "0", row.aggregation, paper]
 
 
-def test_the_readme_says_what_the_code_does():
-    lines = [line.strip("| ").split(" | ") for line in README.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
-    table = {cells[0].strip("`"): cells[1:7] for cells in lines if len(cells) == 9}
-    assert table == {name: columns(row) for name, row in lm.ALGORITHMS.items()}
+def rows_of_table(text):
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    return {cells[0].strip("`"): cells[1:7] for cells in lines if len(cells) == 9}
+
+
+def test_the_table_says_what_the_code_does():
+    pages = [page for page in (ROOT / "docs" / "family.md", ROOT / "README.md") if page.exists()]
+    tables = [table for table in (rows_of_table(page.read_text(encoding="utf-8")) for page in pages) if table]
+    assert tables == [{name: columns(row) for name, row in lm.ALGORITHMS.items()}]
