@@ -102,13 +102,14 @@ def training_batch(sample, task, number: int, config, *, algorithm):
         keep = informative_groups(batch.rewards)
         if keep.all():
             break
-        # Other questions in each attempt and process; the shuffle depends on the seed alone, so a resumed run repeats it.
+        # Other questions in each attempt and process, from a fixed seed, so that a resumed run repeats them.
         shuffle = (seed + 1) * 1009 + attempt + 7919 * parallel.rank()
         more = batch_examples(task.train, number, count=int((~keep).sum()), seed=shuffle)
         batch = join(batch, keep, sample(more, worked=worked))
     if algorithm.refill and not informative_groups(batch.rewards).all():
-        warnings.warn(f"groups without a contrast remain after --refills {config.refills}; they stay in the batch, with "
-                      "advantage 0 (flat_groups in metrics.jsonl). An easier task or larger groups help", stacklevel=2)
+        warnings.warn(f"groups without a contrast remain after --refills {config.refills}; they stay in the batch, "
+                      "with advantage 0 (flat_groups in metrics.jsonl). An easier task or larger groups help",
+                      stacklevel=2)
     return batch
 
 
@@ -142,8 +143,8 @@ def pad_and_stack(first, second, *, left=False):
 def hinted_group(engine, model, tokenizer, examples, worked, prompt, prompt_mask, *, group_size: int, **options):
     """ICPO: the last response of each group is sampled with worked examples in the prompt, and scored without them.
 
-    engine: (generate, token_logprobs). Returns tokens, mask, logprobs and hinted (B,). The log-probabilities of hinted
-    tokens are those under the plain prompt, too, so that ratios and KL measure staleness and not the hint. Only a
+    engine: (generate, token_logprobs). Returns tokens, mask, logprobs and hinted (B,). The log-probabilities of the
+    hinted tokens are those under the plain prompt, so that ratios and KL measure staleness and not the hint. Only a
     model that can use examples gains by them: the built-in one has never seen two questions in a row, and with an
     example it is right in 1 % of the cases, without in 40 %.
     """
@@ -158,7 +159,7 @@ def hinted_group(engine, model, tokenizer, examples, worked, prompt, prompt_mask
         hinted_logprobs, _ = token_logprobs(model, prompt, hinted_tokens, prompt_mask=prompt_mask, mask=hinted_mask,
                                             temperature=options["temperature"])
     hinted = torch.arange(len(prompt) * group_size, device=prompt.device) % group_size == group_size - 1
-    order = hinted.long().argsort(stable=True).argsort()  # the plain rows come first in the stack, then the hinted ones
+    order = hinted.long().argsort(stable=True).argsort()  # in the stack the plain rows come first, then the hinted
     pairs = ((tokens, hinted_tokens), (mask, hinted_mask), (logprobs, hinted_logprobs))
     return *(pad_and_stack(*pair)[order] for pair in pairs), hinted
 
@@ -248,11 +249,11 @@ def token_advantages(advantages, rewards, log_ratio, entropy, mask, *, algorithm
 def process_advantages(advantages, rewards, log_ratio, entropy, mask, *, process_weight):
     """EP-GRPO's token advantages, **our reading**: s·(|A| + w·σ(s·d))·g, (P, K) advantages and rewards → (B, T).
 
-    s is the sign of the outcome advantage, or in a flat group of the outcome itself (r > 0 or not). It decides for all
-    tokens of a response in which direction they are pushed. d = log π_θ − log π_old at the token is the process signal:
-    σ(s·d) says how far the policy agrees with the outcome there; on fresh data d = 0 and σ = ½. g gates: the token's
-    share of the response's entropy, times the response's length. The shares of a response sum to 1, so its total
-    changes neither by padding nor when a token is cut in two.
+    s is the sign of the outcome advantage, or in a flat group of the outcome itself (r > 0 or not). All tokens of a
+    response are pushed in this direction. d = log π_θ − log π_old at the token is the process signal: σ(s·d) says how
+    far the policy agrees with the outcome there. On fresh data d = 0 and σ = ½; in a flat group A = 0, and only this
+    term is left. g is the gate: the token's share of the response's entropy, times the response's length. The shares
+    sum to 1, so neither padding nor cutting a token in two changes the response's total.
     """
     flat = ~informative_groups(rewards)[:, None]
     sign = torch.where(flat, torch.where(rewards > 0, 1.0, -1.0), advantages.sign()).reshape(-1, 1)
@@ -277,7 +278,7 @@ def extra_gradient(model, batch, config, *, algorithm, entropy, sample, token_lo
     with autocast(config, batch.tokens.device):
         tokens, mask, _ = sample(model, batch.prompt, batch.prompt_mask, group_size=config.group_size,
                                  temperature=config.temperature * heat)
-    with autocast(config, batch.tokens.device):  # a new one: the first still holds casts of the weights without gradients
+    with autocast(config, batch.tokens.device):  # a new one: the first keeps casts of the weights without gradients
         logprobs, _ = token_logprobs(model, batch.prompt, tokens, mask=mask, prompt_mask=batch.prompt_mask,
                                      temperature=config.temperature)
     loss = -algorithm.entropy_weight * logprobs.sum() / parallel.all_reduce_sum(mask.sum())
@@ -304,7 +305,8 @@ def calibrate(config, collect, algorithm) -> None:
     rates = []
     for truth, name in ((False, "ρ⁺: wrong answers passed"), (True, "ρ⁻: right answers failed")):
         errors = torch.tensor([float(verdict != truth) for verdict, t in zip(verdicts, truths) if t == truth])
-        require(len(errors) > 0, f"all {len(truths)} answers are {'wrong' if truth else 'right'}: nothing to count {name}")
+        require(len(errors) > 0,
+                f"all {len(truths)} answers are {'wrong' if truth else 'right'}: nothing to count {name}")
         rates.append(errors.mean().item())
         low, high = interval_95(errors)
         print(f"{name}: {int(errors.sum())} of {len(errors)} = {rates[-1]:.3f} (95 % {low:.3f}–{high:.3f})")
