@@ -1,4 +1,4 @@
-"""Load any causal language model, speak its input format, and make the built-in ones."""
+"""Load any causal language model, write prompts in its format, and make the built-in models."""
 
 import contextlib
 import copy
@@ -38,8 +38,8 @@ def load_model(name: str, *, device, cache_dir=None, task: str = "addition"):
             raise UserError(f"--model {path}: {one_line(error)}")
         raise UserError(f"--model {name} is neither 'tiny', a model directory, a .gguf file, nor reachable on the hub: "
                         f"{one_line(error)}")
-    if options:  # weights read from a .gguf cannot be saved again until they sit in an ordinary model
-        if hasattr(model.config, "quantization_config"):  # they were expanded to float32
+    if options:  # a model read from a .gguf cannot be saved again: put its weights into an ordinary one
+        if hasattr(model.config, "quantization_config"):  # no longer true: they were expanded to float32
             del model.config.quantization_config
         plain = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
         plain.load_state_dict(model.state_dict())
@@ -48,8 +48,9 @@ def load_model(name: str, *, device, cache_dir=None, task: str = "addition"):
     known = range(model.get_input_embeddings().num_embeddings)  # some tokenizer classes invent a pad id beyond it
     if tokenizer.pad_token_id not in known:
         tokenizer.pad_token = tokenizer.eos_token  # harmless: every mask here comes from lengths, never from the pad id
-    require(tokenizer.pad_token_id in known, f"--model {path}: its tokenizer has neither a pad nor an end-of-text token that "
-            "the model knows; name one in tokenizer_config.json")
+    require(tokenizer.pad_token_id in known,
+            f"--model {path}: its tokenizer has neither a pad nor an end-of-text token that the model knows; "
+            "name one in tokenizer_config.json")
     return model.to(device).eval(), tokenizer
 
 
@@ -67,7 +68,7 @@ def context_length(model):
 def encode_prompts(tokenizer, examples, *, device, worked=()):
     """Left-padded (ids, mask), each (P, L). A chat template, where there is one, also places the one BOS.
 
-    worked: solved examples to show before each question, in the form in which it is asked; never the question itself.
+    worked: solved examples to show before each question, in the same form; a question is never its own example.
     """
     shown = [[other for other in worked if other.question != example.question] for example in examples]
     if tokenizer.chat_template:
@@ -77,11 +78,15 @@ def encode_prompts(tokenizer, examples, *, device, worked=()):
             chats.append([{"role": role, "content": content} for role, content in [*turns, ("user", example.question)]])
         rows = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
     else:
-        solved = ["".join(f"{other.terse}{other.answer};" if other.terse else f"Question: {other.question}\nAnswer: {other.answer}\n\n"
-                          for other in others) for others in shown]
+        def solved_text(other):
+            if other.terse:
+                return f"{other.terse}{other.answer};"
+            return f"Question: {other.question}\nAnswer: {other.answer}\n\n"
+
+        solved = ["".join(map(solved_text, others)) for others in shown]
         rows = tokenizer([text + (example.terse or f"Question: {example.question}\nAnswer:")
                           for text, example in zip(solved, examples)])["input_ids"]
-        end = tokenizer.eos_token_id  # some tokenizers close every text; a prompt is not closed
+        end = tokenizer.eos_token_id  # some tokenizers end every text with it, and a prompt must go on
         rows = [ids[:-1] if end is not None and len(ids) > 1 and ids[-1] == end else ids for ids in rows]
     width = max(len(ids) for ids in rows)
     tokens = torch.tensor([[tokenizer.pad_token_id] * (width - len(ids)) + list(ids) for ids in rows], device=device)
@@ -91,28 +96,30 @@ def encode_prompts(tokenizer, examples, *, device, worked=()):
 
 def decode(tokenizer, tokens, mask) -> list:
     rows = [tuple(ids[:n]) for ids, n in zip(tokens.tolist(), mask.sum(1).tolist())]
-    distinct = list(dict.fromkeys(rows))  # a group repeats itself
+    distinct = list(dict.fromkeys(rows))  # responses of a group are often equal
     texts = dict(zip(distinct, tokenizer.batch_decode([list(ids) for ids in distinct], skip_special_tokens=True)))
     return [texts[ids] for ids in rows]
 
 
 def drop_long_prompts(task, model, tokenizer, config):
-    """The task without the questions that exceed --max-prompt-tokens, or leave the model no room for --max-new-tokens."""
+    """The task without the questions longer than --max-prompt-tokens, or too long to leave room for --max-new-tokens."""
     context = context_length(model)
     limit = min(config.max_prompt_tokens, context - config.max_new_tokens)
-    require(limit > 0, f"--max-new-tokens {config.max_new_tokens} leaves no room for a prompt in the model's context of {context} tokens")
+    require(limit > 0, f"--max-new-tokens {config.max_new_tokens} leaves no room for a prompt "
+            f"in the model's context of {context} tokens")
 
     def fits(example):
         return encode_prompts(tokenizer, [example], device="cpu")[0].shape[1] <= limit
 
     def short(examples):
-        if task.name.startswith("addition"):  # all alike, and many: the first speaks for them
+        if task.name.startswith("addition"):  # many, and of nearly the same length: the first stands for all
             return examples if fits(examples[0]) else []
         return [example for example in examples if fits(example)]
 
     kept = replace(task, train=short(task.train), evaluation=short(task.evaluation))
-    require(bool(kept.train and kept.evaluation), f"no question of {task.name} fits into {limit} tokens: --max-prompt-tokens "
-            f"{config.max_prompt_tokens}, --max-new-tokens {config.max_new_tokens}, the model's context {context}")
+    require(bool(kept.train and kept.evaluation),
+            f"no question of {task.name} fits into {limit} tokens: --max-prompt-tokens {config.max_prompt_tokens}, "
+            f"--max-new-tokens {config.max_new_tokens}, the model's context {context}")
     if dropped := len(task.train) - len(kept.train):
         parallel.print_rank0(f"left out {dropped} training questions longer than {limit} tokens")
     return kept
@@ -121,8 +128,8 @@ def drop_long_prompts(task, model, tokenizer, config):
 def model_inputs(model, tokens, attention_mask, cache=None, *, use_cache=True) -> dict:
     """Keyword arguments for one forward pass that continues `cache`. attention_mask covers cache and tokens.
 
-    Positions count real tokens only, so left padding shifts nothing: GPT-2's learned positions need that, and say nothing
-    when they do not get it.
+    Positions count real tokens only, so that left padding does not shift them. With GPT-2's learned positions a shift
+    would change the results without any error.
     """
     accepted = forward_parameters(type(model))
     inputs = {"input_ids": tokens, "attention_mask": attention_mask, "use_cache": use_cache,
@@ -143,11 +150,12 @@ def forward_parameters(model_class) -> frozenset:
 
 
 def in_eval_mode(function):
-    """Run function(model, …) in eval mode and leave the model as it was: dropout would make the trainer's log-probabilities
-    differ from the sampler's, and a model that checkpoints its gradients drops the cache in training mode.
+    """Run function(model, …) in eval mode, and leave the model in the mode it was in.
 
-    Gradient checkpointing acts in training mode only, and its recomputation in the backward pass must meet the same mode. So
-    where it is on and gradients are wanted, training mode it is, and stays; `recompute_activations` has taken the dropout out.
+    In training mode dropout would make the trainer's log-probabilities differ from the sampler's, and with gradient
+    checkpointing a model uses no cache. The exception is gradient checkpointing while gradients are wanted: it acts in
+    training mode only, and the backward pass recomputes in that mode, too. So the model is put into training mode and
+    stays there; `recompute_activations` has removed its dropout.
     """
     @functools.wraps(function)
     def wrapped(model, *args, **kwargs):
@@ -173,8 +181,10 @@ def without_autograd(function):
 
 
 def recompute_activations(model) -> None:
-    """Gradient checkpointing: backward recomputes each block from its input. It acts in training mode only, in which dropout
-    would act as well and part the trainer from the sampler; so dropout is taken out of the model."""
+    """Turn on gradient checkpointing: the backward pass recomputes each block from its input.
+
+    It acts in training mode only, where dropout would make the trainer differ from the sampler; so dropout is set to 0.
+    """
     new_name = getattr(model, "activation_checkpointing_enable", None)  # since transformers 5.24
     (new_name or model.gradient_checkpointing_enable)()
     for module in model.modules():
@@ -197,7 +207,7 @@ def autocast(config, device):
     return torch.autocast(device.type, dtype) if dtype else contextlib.nullcontext()
 
 
-# The built-in models: Qwen2, but small. "steps" of supervised training by digits; "wrong_share" of what it shows holds a mistake.
+# The built-in models: Qwen2, but small. "steps": of supervised training, by digits; "wrong_share": of its examples.
 TINY = {"hidden_size": 96, "intermediate_size": 320, "num_hidden_layers": 3, "num_attention_heads": 4,
         "num_key_value_heads": 4, "max_position_embeddings": 64, "wrong_share": 0.6, "steps": {1: 200, 2: 700, 3: 1500},
         "batch": 256, "learning_rate": 2e-3}
@@ -211,7 +221,7 @@ BUILT_IN = {"tiny": TINY, "small": SMALL}
 
 
 def built_in_digits(task: str) -> int:
-    """What a built-in model has learned when it meets this task; any other task than addition finds the one for two digits."""
+    """The digits that the built-in model for this task has learned: 2 for any task other than addition."""
     return digits_of(task) if task.startswith("addition") else 2
 
 
@@ -220,7 +230,8 @@ def built_in_model(digits: int, cache_dir, *, name: str = "tiny", device="cpu") 
     key = hashlib.sha256(json.dumps(BUILT_IN[name], sort_keys=True).encode()).hexdigest()[:10]
     folder = pathlib.Path(cache_dir) / f"{name}-{digits}-digits-{key}"
     if not (folder / "config.json").exists():
-        require(parallel.rank() == 0, f"there is no built-in model in {folder}; rank 0 makes it, in a --cache-dir that all machines see")
+        require(parallel.rank() == 0,
+                f"there is no built-in model in {folder}; rank 0 makes it, in a --cache-dir that all machines see")
         folder.parent.mkdir(parents=True, exist_ok=True)
         model, tokenizer = make_built_in_model(digits, BUILT_IN[name], device=device)
         if not (folder / "config.json").exists():  # another process may have been quicker, with the same model
@@ -244,9 +255,9 @@ def character_tokenizer():
 def make_built_in_model(digits: int, recipe: dict, *, device="cpu"):
     """Train a built-in model on additions of which 60 % hold one mistake, so that it knows the task but errs.
 
-    Reinforcement learning needs a base that is sometimes right. Noise in the demonstrations sets how often: sampled accuracy
-    settles near the share of clean demonstrations, with no need to stop the training at a lucky moment. Four digits are shown
-    with worked steps, and the mistake is a slip in one of them; fewer digits are shown as the sum, with one digit replaced.
+    Reinforcement learning needs a base model that is sometimes right. The mistakes set how often: sampled accuracy
+    settles near the share of demonstrations without one, however long the training. Four digits are shown with worked
+    steps, and the mistake is a slip in one of them; fewer digits are shown as the sum alone, with one digit replaced.
     """
     from tqdm import tqdm
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -255,8 +266,9 @@ def make_built_in_model(digits: int, recipe: dict, *, device="cpu"):
     shape = {k: v for k, v in recipe.items() if k in Qwen2Config().to_dict()}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = Qwen2ForCausalLM(Qwen2Config(vocab_size=len(tokenizer), tie_word_embeddings=True, bos_token_id=None,
-                                             eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, **shape))
+        model = Qwen2ForCausalLM(Qwen2Config(
+            vocab_size=len(tokenizer), tie_word_embeddings=True, bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, **shape))
     model.to(device)
     generator = torch.Generator().manual_seed(0)
     examples, _ = addition_examples(digits)
@@ -268,7 +280,8 @@ def make_built_in_model(digits: int, recipe: dict, *, device="cpu"):
         shown = [[worked_steps(e.terse, slip) for e in examples] for slip in (None, *range(digits))]
         lengths = torch.tensor([max(map(len, e.terse.rstrip("=").split("+"))) for e in examples])
     demonstrations = [tokenizer(texts)["input_ids"] for texts in shown]
-    first_digit, width = tokenizer.convert_tokens_to_ids("0"), max(len(p) for p in prompts) + max(map(len, sum(demonstrations, []))) + 1
+    first_digit = tokenizer.convert_tokens_to_ids("0")
+    width = max(len(p) for p in prompts) + max(map(len, sum(demonstrations, []))) + 1  # 1: the end of text
     rows = torch.full((len(shown), len(examples), width), tokenizer.pad_token_id)
     for version, answers in zip(rows, demonstrations):
         for row, prompt, answer in zip(version, prompts, answers):
@@ -289,7 +302,8 @@ def make_built_in_model(digits: int, recipe: dict, *, device="cpu"):
             tokens, place = rows[0, pick].clone(), starts[pick] + place
             digit = tokens.gather(1, place[:, None]).squeeze(1) - first_digit
             tokens[wrong, place[wrong]] = first_digit + (digit + shift)[wrong] % 10
-        labels = tokens.masked_fill((torch.arange(width) < starts[pick, None]) | (tokens == tokenizer.pad_token_id), -100)
+        not_learned = (torch.arange(width) < starts[pick, None]) | (tokens == tokenizer.pad_token_id)
+        labels = tokens.masked_fill(not_learned, -100)
         with torch.autocast("cuda", torch.bfloat16, enabled=model.device.type == "cuda"):
             loss = model(input_ids=tokens.to(device), labels=labels.to(device)).loss
         optimizer.zero_grad()
@@ -302,12 +316,15 @@ def make_built_in_model(digits: int, recipe: dict, *, device="cpu"):
 
 
 def copy_for_sampling(model, config):
-    """The sampler. While it and the policy are refreshed together it is the policy itself; it is a second copy of the weights
-    only when it is stale, when the policy is in pieces, or when the engine needs its weights in bfloat16."""
+    """The sampler: the policy itself where it is refreshed in every step, which saves a copy of the weights.
+
+    It is a copy when it may be stale, when the policy is sharded, or when the engine needs bfloat16 weights.
+    """
     cuda = model.device.type == "cuda"
     if not (config.sync_interval > 1 or config.offline or config.shard or (config.engine == "paged" and cuda)):
         return model
     sampler = copy.deepcopy(model)
-    for weight in sampler.parameters() if cuda else ():  # the weights alone: rotary frequencies in bfloat16 would be wrong at
-        weight.data = weight.data.to(autocast_dtype(config, model.device) or torch.float32)  # far positions
+    # The weights alone: in bfloat16 the rotary frequencies, which are buffers, would be wrong at far positions.
+    for weight in sampler.parameters() if cuda else ():
+        weight.data = weight.data.to(autocast_dtype(config, model.device) or torch.float32)
     return sampler
