@@ -52,7 +52,7 @@ import torch
 from under_the_hood import comparison, evaluation, fast, friends, options, paged, parallel, pictures, plan
 from under_the_hood.answers import extract_answer, is_correct  # noqa: F401 (copied out from here)
 from under_the_hood.batching import micro_batches
-from under_the_hood.engines import choose_engine
+from under_the_hood.engines import choose_engine, compute_gap
 from under_the_hood.errors import RunStopped, UserError, one_line
 from under_the_hood.exercises import EXERCISES
 from under_the_hood.friends import adaptive_temperature, hint_weight
@@ -127,8 +127,8 @@ class TrainingOptions:
     seed: int = option(0, "seed of data order, sampling and random dropping")
     device: str = option("auto", "auto, cpu, cuda or mps")
     dtype: str = option("auto", "compute type: float32, bfloat16 (weights stay float32), auto = bfloat16 on cuda")
-    engine: str = option("auto", "whose generate and token_logprobs: plain (this file's), fast (the same, faster), "
-                         "paged (continuous batching samples), auto = paged on cuda where it works, else fast")
+    engine: str = option("auto", "whose generate and token_logprobs: plain (this file's), uncached (plain without a "
+                         "cache), fast (the same, faster), paged (continuous batching samples), auto = the fastest right one")
     gradient_checkpointing: bool = option(False, "keep one activation a layer, recompute the rest: less memory")
     shard: bool = option(False, "with torchrun: split weights, gradients and optimizer state over processes (FSDP2)")
 
@@ -476,7 +476,7 @@ def completion_mask(tokens, *, eos_ids):
 @torch.no_grad()
 @in_eval_mode  # dropout would make the trainer's log-probabilities differ from the sampler's
 def generate(model, prompt, prompt_mask, *, group_size: int, max_new_tokens: int, temperature: float, eos_ids,
-             pad_id: int, generator):
+             pad_id: int, generator, use_cache=True):
     """Sample `group_size` responses to each prompt from exactly softmax(logits / temperature); temperature 0 is greedy.
 
     prompt, prompt_mask: (P, L), left-padded. Returns tokens, mask, logprobs (float32), each (B, T), B = P·group_size,
@@ -486,7 +486,7 @@ def generate(model, prompt, prompt_mask, *, group_size: int, max_new_tokens: int
     new, seen, cache = prompt.repeat_interleave(group_size, 0), prompt_mask.repeat_interleave(group_size, 0), None
     running, steps = torch.ones(len(new), 1, dtype=torch.bool, device=new.device), []
     while len(steps) < max_new_tokens and running.any():
-        output = model(**model_inputs(model, new, seen, cache))
+        output = model(**model_inputs(model, new, seen, cache, use_cache=use_cache))
         scores = torch.log_softmax(output.logits[:, -1].float() / (temperature or 1.0), -1)
         if scores.isnan().any():
             raise FloatingPointError("the model's logits are not finite")
@@ -495,7 +495,8 @@ def generate(model, prompt, prompt_mask, *, group_size: int, max_new_tokens: int
             token = torch.multinomial(scores.exp(), 1, generator=generator)
         steps.append((token.where(running, pad_id), running, scores.gather(1, token).where(running, 0.0)))
         running = running & ~torch.isin(token, torch.tensor(sorted(eos_ids), device=token.device))
-        new, cache, seen = token, next_cache(output), torch.cat([seen, torch.ones_like(running)], 1)
+        seen, cache = torch.cat([seen, torch.ones_like(running)], 1), next_cache(output)
+        new = torch.cat([new, token], 1) if cache is None else token  # without a cache: read all of it again
     return tuple(torch.cat(part, 1) for part in zip(*steps))
 
 
@@ -518,7 +519,15 @@ def token_logprobs(model, prompt, completion, *, prompt_mask=None, mask=None, te
 
 
 ENGINES = {"plain": (generate, token_logprobs), "fast": (fast.generate, fast.token_logprobs),
-           "paged": (paged.generate, fast.token_logprobs), "auto": (fast.generate, fast.token_logprobs)}
+           "paged": (paged.generate, fast.token_logprobs), "auto": (fast.generate, fast.token_logprobs),
+           "uncached": (functools.partial(generate, use_cache=False), token_logprobs)}
+
+
+
+def logprobs_fn(model, config):
+    """token_logprobs of this run's engine and model; a sharded model has its own."""
+    return model.token_logprobs if parallel.is_sharded(model) else functools.partial(ENGINES[config.engine][1], model)
+
 
 # %% 5. ---------------------------------------------------------------------------------------------------- staleness
 
@@ -596,7 +605,7 @@ def train_step(model, optimizer, batch: Rollout, config: Config, *, algorithm: A
     means would weigh the tokens of short responses more. sample: for a second batch, see friends.extra_gradient.
     """
     sharded, lengths = parallel.is_sharded(model), batch.mask.sum(1).view_as(batch.rewards)
-    token_logprobs = model.token_logprobs if sharded else functools.partial(ENGINES[config.engine][1], model)
+    token_logprobs = logprobs_fn(model, config)
     all_rewards, all_lengths = parallel.gather(batch.rewards), parallel.gather(lengths)
     advantages = shaped_advantages(all_rewards, all_lengths, algorithm=algorithm, generator=generator,
                                    noise_rates=friends.noise_rates(config), number=batch.number)
@@ -643,10 +652,10 @@ def train(config: Config) -> dict:
         model, tokenizer = load_model(run.folder or config.model, device=device, cache_dir=config.cache_dir,
                                       task=config.task)
     task = drop_long_prompts(task, model, tokenizer, config)
-    config = choose_engine(model, tokenizer, task, config, ENGINES)
-    sampler = copy_for_sampling(model, config)
     if config.gradient_checkpointing:
         recompute_activations(model)
+    config = choose_engine(model, tokenizer, task, config, ENGINES)
+    sampler = copy_for_sampling(model, config)
     if config.shard:
         parallel.shard(model, fast.token_logprobs, compute_dtype=autocast_dtype(config, device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=0.0,
@@ -669,7 +678,8 @@ def train(config: Config) -> dict:
 
     if run.is_new:
         with run.guard(0):
-            run.record({"step": 0, **measure()})
+            gap = compute_gap(sampler, logprobs_fn(model, config), tokenizer, task, config, ENGINES[config.engine])
+            run.record({"step": 0, **gap, **measure()})
             run.save(0, version, queue)  # a disk that cannot hold a checkpoint shows now, not after an hour
     for step in run.steps():
         with run.guard(step):
@@ -712,7 +722,7 @@ def main(argv=None) -> None:
             weight = functools.partial(pictures.gradient_weight, policy_loss, red_weight, friends.token_advantages)
             return pictures.draw_map(config.map, FAMILIES, weight)
         if config.eval_only:
-            return evaluation.evaluate_only(config, collect)
+            return evaluation.evaluate_only(config, collect, ENGINES)
         if config.calibrate:
             return friends.calibrate(config, collect, Algorithm())
         if config.compare:

@@ -9,6 +9,7 @@ import time
 import torch
 
 from under_the_hood import parallel
+from under_the_hood.engines import choose_engine
 from under_the_hood.models import drop_long_prompts, load_model
 from under_the_hood.runs import random_state, restore_random, write_text
 from under_the_hood.tasks import load_task
@@ -95,11 +96,12 @@ def evaluation_text(metrics: dict) -> str:
             f"({metrics['eval_greedy_low']:.3f}–{metrics['eval_greedy_high']:.3f}){passes}")
 
 
-def evaluate_only(config, collect) -> None:
+def evaluate_only(config, collect, engines: dict) -> None:
     """--eval-only: print the evaluation of --model, and write it to evaluation.json where --out is given."""
     started, device, task = time.perf_counter(), pick_device(config.device), load_task(config)
     model, tokenizer = load_model(config.model, device=device, cache_dir=config.cache_dir, task=config.task)
     task = drop_long_prompts(task, model, tokenizer, config)
+    config = choose_engine(model, tokenizer, task, config, engines)
     metrics = evaluate(collect, model, tokenizer, task, config)
     if config.out:
         write_text(pathlib.Path(config.out) / "evaluation.json", json.dumps(metrics, indent=1))

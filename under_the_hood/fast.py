@@ -84,8 +84,7 @@ def token_logprobs(model, prompt, completion, *, prompt_mask=None, mask=None, te
     mask = torch.ones_like(completion, dtype=torch.bool) if mask is None else mask
     if way == "auto":
         short = prompt.shape[1] + completion.numel() // prompt.shape[0] <= 512
-        way = ("whole" if is_sharded(model) or recomputes(model) else
-               "packed" if short and packable(model) else "shared")
+        way = ways(model)[0 if short else -1]
     if (mask[:, 1:] & ~mask[:, :-1]).any():
         raise ValueError("mask must be True for a row's first tokens and False behind them, without holes")
     if not mask.any():
@@ -93,11 +92,11 @@ def token_logprobs(model, prompt, completion, *, prompt_mask=None, mask=None, te
     states_of = {"whole": whole_sequence_states, "shared": shared_prompt_states, "packed": packed_states}[way]
     states, chosen = states_of(model, prompt, prompt_mask, completion, mask)
 
-    head, targets = model.get_output_embeddings(), completion.flatten()[chosen]
-    chunk_size = chunk_size or max(1, 10_000_000 // head.weight.shape[0])  # 38 MiB of float32 logits
+    targets = completion.flatten()[chosen]
+    chunk_size = chunk_size or max(1, 10_000_000 // model.get_output_embeddings().weight.shape[0])  # 38 MiB of float32
     pieces = []
     for begin in range(0, len(targets), chunk_size):
-        piece = functools.partial(_chosen_logprobs, head, temperature=temperature)
+        piece = functools.partial(_chosen_logprobs, model, temperature=temperature)
         arguments = states[begin: begin + chunk_size], targets[begin: begin + chunk_size]
         recompute = torch.is_grad_enabled() and len(targets) > chunk_size
         pieces.append(checkpoint(piece, *arguments, use_reentrant=False) if recompute else piece(*arguments))
@@ -105,6 +104,13 @@ def token_logprobs(model, prompt, completion, *, prompt_mask=None, mask=None, te
     empty = torch.zeros(completion.shape, device=completion.device)
     places = torch.unravel_index(chosen, completion.shape)
     return empty.index_put(places, logprobs), empty.index_put(places, entropy)
+
+
+def ways(model) -> tuple:
+    """The ways that "auto" may take on this model: the one for short groups first, the one for long groups last."""
+    if is_sharded(model) or recomputes(model):
+        return ("whole",)
+    return ("packed", "shared") if packable(model) else ("shared",)
 
 
 def whole_sequence_states(model, prompt, prompt_mask, completion, mask):
@@ -218,8 +224,40 @@ def column_blocks(mask, *, worthwhile: int = 512):
         begin = end
 
 
-def _chosen_logprobs(head, states, targets, *, temperature):
-    logits = head(states).float()
+class BodyOutput(dict):
+    """Hidden states as a model's forward pass expects them from its body, whatever else it may ask for."""
+    __getattr__ = dict.get
+
+    def __getitem__(self, key):
+        return self.get("last_hidden_state" if key == 0 else key)
+
+
+def logits_of(model, states):
+    """The logits that the model makes of hidden states, (N, H) → (N, V): its own forward pass, with its body passed over.
+
+    Gemma caps the logits behind the head, Granite and Cohere scale them, BERT has layers of its own there: only the model's
+    forward pass knows. A model that does not call its body, so that it cannot be passed over, is a ValueError.
+    """
+    calls, bodies = [], {model.base_model, model.get_decoder()} - {model}
+
+    def passed_over(*_, **__):
+        calls.append(True)
+        return BodyOutput(last_hidden_state=states[None])
+
+    for body in bodies:
+        body.forward = passed_over
+    try:
+        logits = model.forward(input_ids=states.new_zeros(1, len(states), dtype=torch.long), use_cache=False).logits[0]
+    finally:
+        for body in bodies:
+            del body.forward
+    if not calls:
+        raise ValueError(f"the forward pass of {type(model).__name__} does not call its body")
+    return logits
+
+
+def _chosen_logprobs(model, states, targets, *, temperature):
+    logits = logits_of(model, states).float()
     logits = logits / temperature if temperature != 1 else logits
     chosen, log_normaliser = LogSoftmaxAt.apply(logits, targets)
     with torch.no_grad():  # last, since a recomputation in the backward pass stops when the gradient has what it needs

@@ -51,7 +51,16 @@ def load_model(name: str, *, device, cache_dir=None, task: str = "addition"):
     require(tokenizer.pad_token_id in known,
             f"--model {path}: its tokenizer has neither a pad nor an end-of-text token that the model knows; "
             "name one in tokenizer_config.json")
+    require(len(tokenizer) <= len(known), f"--model {path}: its tokenizer has {len(tokenizer)} tokens and its embedding "
+            f"{len(known)} rows; resize_token_embeddings() and save it again")
+    leave_out_auxiliary_loss(model)
     return model.to(device).eval(), tokenizer
+
+
+def leave_out_auxiliary_loss(model) -> None:
+    """The loss that balances the experts of a mixture is no part of the policy gradient, whatever the checkpoint asks for."""
+    if hasattr(model.config, "output_router_logits"):
+        model.config.output_router_logits = False
 
 
 def stop_ids(model, tokenizer) -> set:
@@ -62,7 +71,23 @@ def stop_ids(model, tokenizer) -> set:
 
 
 def context_length(model):
-    return getattr(model.config, "max_position_embeddings", None) or math.inf
+    """The longest sequence, in tokens. Where a model changes its rotary frequencies behind some length (longrope), it ends
+    there: keys that were cached before would not be those that training computes."""
+    config = model.config.get_text_config()
+    ropes = [getattr(config, "rope_parameters", None) or {}]
+    ropes += [value for value in ropes[0].values() if isinstance(value, dict)]  # a set for each kind of layer
+    lengths = [getattr(config, "max_position_embeddings", None)]
+    for rope in ropes:
+        if rope.get("rope_type") == "longrope":
+            lengths += [rope.get("original_max_position_embeddings"), getattr(config, "original_max_position_embeddings", None)]
+    return min((length for length in lengths if length and length > 0), default=math.inf)
+
+
+def sliding_window(model):
+    """The shortest attention window of any layer, in tokens."""
+    config = model.config.get_text_config()
+    names = ("sliding_window", "attention_window_size", "attention_chunk_size", "window_size")
+    return min((w for w in (getattr(config, name, None) for name in names) if w), default=math.inf)
 
 
 def encode_prompts(tokenizer, examples, *, device, worked=()):
@@ -181,20 +206,40 @@ def without_autograd(function):
 
 
 def recompute_activations(model) -> None:
-    """Turn on gradient checkpointing: the backward pass recomputes each block from its input.
+    """Gradient checkpointing: backward recomputes each block from its input. UserError where the model does not offer it.
 
-    It acts in training mode only, where dropout would make the trainer differ from the sampler; so dropout is set to 0.
+    It acts in training mode only, where dropout, dropped layers and jittered routers would part the trainer from the sampler;
+    so all of these are taken out of the model.
     """
-    new_name = getattr(model, "activation_checkpointing_enable", None)  # since transformers 5.24
-    (new_name or model.gradient_checkpointing_enable)()
+    try:
+        new_name = getattr(model, "activation_checkpointing_enable", None)  # since transformers 5.24
+        (new_name or model.gradient_checkpointing_enable)()
+    except (ValueError, AttributeError) as error:
+        raise UserError(f"--gradient-checkpointing: {one_line(error)}") from None
     for module in model.modules():
         for name, value in vars(module).items():
-            if isinstance(value, float) and (isinstance(module, torch.nn.Dropout) or "dropout" in name):
+            random_number = isinstance(module, torch.nn.Dropout) or any(part in name for part in ("drop", "jitter", "noise"))
+            if isinstance(value, float) and random_number:
                 setattr(module, name, 0.0)
 
 
 def recomputes(model) -> bool:
     return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
+@contextlib.contextmanager
+def recomputing(model, on: bool):
+    """With gradient checkpointing on or off, for a comparison."""
+    modules = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    was_training = model.training
+    for module in modules:
+        module.gradient_checkpointing = on
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.gradient_checkpointing = True
+        model.train(was_training)
 
 
 def autocast_dtype(config, device):

@@ -61,8 +61,8 @@ def validate(config, algorithms: dict, try_loss) -> None:
         value = getattr(config, name)
         require(value is None or 0 <= value < math.inf, f"--{name.replace('_', '-')} is {value}; it must be 0 or more")
     require(config.dtype in ("auto", "float32", "bfloat16"), f"--dtype is {config.dtype!r}; choose auto, float32 or bfloat16")
-    require(config.engine in ("auto", "plain", "fast", "paged"),
-            f"--engine is {config.engine!r}; choose auto, plain, fast or paged")
+    require(config.engine in ("auto", "plain", "uncached", "fast", "paged"),
+            f"--engine is {config.engine!r}; choose auto, plain, uncached, fast or paged")
     processes = int(os.environ.get("WORLD_SIZE", 1))
     require(processes == 1 or "RANK" in os.environ or config.dry_run, f"WORLD_SIZE is {processes} but RANK is not set; start "
             "several processes with torchrun")

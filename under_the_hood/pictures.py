@@ -1,10 +1,12 @@
 """The pictures of 06: curves of a run, runs compared, the map of the family."""
 
+import math
 import pathlib
+import textwrap
 
 import torch
 
-from utils import figure, method_style, save_figure
+from utils import METHODS, figure, method_style, save_figure
 
 
 def plot_run(history: list, out: pathlib.Path, *, title: str) -> None:
@@ -64,34 +66,58 @@ def gradient_weight(policy_loss, red_weight, token_advantages, algorithm, ratio,
     return -torch.autograd.grad(loss, logprobs)[0][:, 0]
 
 
+def panel_of(family: str, algorithm) -> str:
+    """Which panel of the map shows a row: what it does to the weight, or that it belongs to the friends."""
+    if algorithm.level == "sequence":
+        return "REC, one ratio for a response"
+    if algorithm.tau or algorithm.beta:
+        return "REP: a penalty"
+    if algorithm.shaping != "none":
+        return "RED: shaped data"
+    if family == "REC":
+        return {"none": "no clipping", "one_side": "REC, one-side clipping", "two_side": "REC, two-side clipping",
+                "ring": "REC, ring clipping"}[algorithm.clip]
+    return "friends: a bounded weight" if algorithm.clip == "none" else "friends: other bounds"
+
+
 def draw_map(directory, families: dict, weight) -> None:
-    """--map: 06_family.png, the weight on ∇log π against ρ, of every row. Rows with the same curve share a panel.
+    """--map: 06_family.png, the weight on ∇log π against ρ, of every row. Rows with the same curve share a line of the legend.
 
     families: REC, REP, … → {name: algorithm}; weight(algorithm, ratio, advantages): gradient_weight with 06's loss filled in.
     """
-    ratio, shapes = torch.logspace(-1, 0.7, 500, dtype=torch.float64), {}
+    ratio = torch.cat([torch.logspace(-1, 0.7, 800, dtype=torch.float64), torch.linspace(0.999, 1.001, 801, dtype=torch.float64)])
+    ratio, panels, place = ratio.sort().values, {}, {}
     for family, rows in families.items():
         for name, algorithm in rows.items():
+            panel = panel_of(family, algorithm)
             lines = torch.stack([weight(algorithm, ratio, torch.full_like(ratio, a)) for a in (1.0, -1.0)])
-            key = tuple(lines.mul(1e6).round().flatten().tolist())
-            shapes.setdefault(key, (family, lines, []))[2].append(name)
-    columns, count = 4, len(shapes)
-    fig, axes = figure(columns, -(-count // columns), width=2.9, height=2.1, sharey=True)
-    for axis, (family, lines, names) in zip(axes.flat, shapes.values()):
-        for line, label, dash in zip(lines, ("A = 1", "A = −1"), ("-", "--")):
-            axis.plot(ratio, line, color="black", linestyle=dash, label=label)
-        axis.axvline(1, color="0.8", linewidth=0.8, linestyle="-", zorder=0)
-        axis.axhline(0, color="0.8", linewidth=0.8, linestyle="-", zorder=0)
-        shown = [", ".join(names[i: i + 2]) for i in range(0, len(names), 2)]
-        axis.set_title(f"{family}: " + ",\n".join(shown), fontsize=9)
-        axis.set(xscale="log", ylim=(-3.2, 3.2), yticks=[-2, 0, 2])
-        axis.set_xticks([0.1, 0.5, 1, 2, 5], [".1", ".5", "1", "2", "5"])
+            curve = tuple(lines.mul(1e6).round().flatten().tolist())
+            lines[:, 1:][lines.diff().abs() > 0.15] = math.nan  # a jump is a gap, not a wall
+            panel = place.setdefault(curve, panel)  # a friend with the curve of a row before it is named there
+            panels.setdefault(panel, {}).setdefault(curve, (lines, []))[1].append(name)
+    fig, axes = figure(3, -(-len(panels) // 3), width=3.4, height=3.5, sharey=True)
+    for axis, (title, shapes) in zip(axes.flat, panels.items()):
+        axis.axhspan(0, 3.2, color="0.95", zorder=0)
+        axis.axvline(1, color="0.7", linewidth=0.8, linestyle="-", zorder=1)
+        for (lines, names), grey, width in zip(shapes.values(), ("0.8", "0.5", "0.25", "0"), (7, 3.5, 2, 1)):
+            friend = {"color": grey, "linewidth": width, "linestyle": "-"}  # grey, and wider lines below: many coincide
+            style = method_style(names[0]) if names[0] in METHODS else friend
+            for line, label in zip(lines, ("\n".join(textwrap.wrap(", ".join(names), 42)), None)):
+                axis.plot(ratio, line, label=label, **style)
+        axis.set(title=title, ylim=(-3.2, 3.2), yticks=[-2, -1, 0, 1, 2])
+        limits, ticks = {"REC, one ratio for a response": ((0.999, 1.001), ("0.9997", "1.0004")),
+                         "friends: other bounds": ((0.5, 1.7), (".67", ".8", "1.2", "1.49"))}.get(
+                             title, ((0.1, 5), (".1", ".4", ".8", "1.2", "3")))
+        axis.set(xscale="log", xlim=limits)
+        axis.set_xticks([float(tick) for tick in ticks], ticks)
         axis.minorticks_off()
-    for axis in axes.flat[count:]:
+        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), fontsize=8)
+    for axis in axes.flat[len(panels):]:
         axis.axis("off")
-    axes.flat[0].legend(loc="lower left", fontsize=8)
-    fig.supxlabel("ratio ρ = π/π_old of a response of one token")
-    fig.supylabel("weight on ∇log π")
+    axes.flat[0].text(0.11, 2.7, "right answer, A = 1", fontsize=9)
+    axes.flat[0].text(0.11, -2.9, "wrong answer, A = −1", fontsize=9)
+    fig.supxlabel("ratio ρ = π/π_old of a response of one token: how far the policy has moved since the sampler")
+    fig.supylabel("weight on ∇log π: 0 stops learning from this token")
     rows = sum(map(len, families.values()))
-    fig.suptitle(f"{rows} rows of the family are {count} shapes of one weight; what else they change is data, baseline or mean")
+    fig.suptitle(f"{rows} algorithms, {len(place)} shapes of one weight: clipping cuts it to 0, a penalty moves it, shaping scales it")
     save_figure(fig, directory, "06_family")

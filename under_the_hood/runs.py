@@ -38,6 +38,8 @@ METRICS = {  # what a line of metrics.jsonl says; --help ends with it
     "truncated": "share of responses cut off at --max-new-tokens",
     "completion_length": "mean length of a response, in tokens",
     "tokens_per_second": "response tokens of the batch per second of sampling and training",
+    "compute_gap_mean": "step 0, bfloat16 or --shard: |log π of the sampler − of the trainer| that the compute type makes, mean",
+    "compute_gap_max": "… the largest",
     "eval_accuracy": "mean reward on the held-out questions, sampled at --temperature",
     "eval_low": "lower end of its 95 % interval; the questions are the sample",
     "eval_high": "upper end",
