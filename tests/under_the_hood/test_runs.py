@@ -509,8 +509,8 @@ def finished(flags, tmp_path_factory):
     """(run directory, finished process) of three steps, started as a user starts them."""
     out = tmp_path_factory.mktemp("run") / "first"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
-    process = subprocess.run([sys.executable, ROOT / "06_full_llm_training.py", *flags, "--out", out], text=True,
-                             capture_output=True, timeout=300, encoding="utf-8", env=environment)
+    process = subprocess.run([sys.executable, ROOT / "06_full_llm_training.py", *flags, "--out", out], check=False,
+                             text=True, capture_output=True, timeout=300, encoding="utf-8", env=environment)
     assert process.returncode == 0, process.stderr
     return out, process
 
@@ -530,9 +530,10 @@ def test_metrics_are_complete_finite_and_in_order(finished):
     assert [line["step"] for line in history] == [0, 1, 2, 3]
     assert [line["step"] for line in history if "eval_accuracy" in line] == [0, 2, 3]
     names = {re.sub(r"(?<=pass_at_)\d+$", "k", key) for line in history for key in line}
-    assert names == set(runs.METRICS)  # which --help shows: none undocumented, none documented that does not exist
+    # METRICS is what --help shows: none undocumented, none documented that does not exist
+    assert names | {"compute_gap_mean", "compute_gap_max"} == set(runs.METRICS)  # those two: bfloat16 or shards
     for line in history[1:]:
-        assert {name for name in runs.METRICS if not name.startswith("eval")} <= line.keys()
+        assert {name for name in names if not name.startswith("eval")} <= line.keys()
         assert all(math.isfinite(value) for value in line.values())
         assert 0 <= line["reward"] <= 1 and 0 <= line["clip_fraction"] <= 1 and line["grad_norm"] >= 0
         assert 0 <= line["entropy"] <= math.log(7) and 1 <= line["completion_length"] <= 2 and line["kl_old"] > -1e-6
