@@ -57,7 +57,7 @@ def self_check(model, tokenizer, task, config, engine) -> float:
                 scored = {"prompt_mask": prompt_mask, "mask": mask, "temperature": temperature, **way}
                 with torch.set_grad_enabled(recomputes(model)):  # checkpointing acts where gradients are wanted
                     new, _ = token_logprobs(model, prompt, tokens, **scored)
-                differences["trainer " + way.get("way", "")] = (new - old).abs().max()
+                differences["trainer " + way.get("way", "")] = (new.detach() - old).abs().max()
             if recomputes(model):
                 differences["recomputed gradient"] = gradient_error(model, token_logprobs, prompt, tokens, **scored)
             for name, difference in differences.items():

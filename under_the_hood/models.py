@@ -205,6 +205,9 @@ def without_autograd(function):
     return wrapped
 
 
+RANDOM_NUMBERS = ("drop", "jitter", "noise")  # parts of the names of what is random in training mode
+
+
 def recompute_activations(model) -> None:
     """Gradient checkpointing: backward recomputes each block from its input. UserError where the model does not offer it.
 
@@ -218,9 +221,11 @@ def recompute_activations(model) -> None:
         raise UserError(f"--gradient-checkpointing: {one_line(error)}") from None
     for module in model.modules():
         for name, value in vars(module).items():
-            random_number = isinstance(module, torch.nn.Dropout) or any(part in name for part in ("drop", "jitter", "noise"))
-            if isinstance(value, float) and random_number:
+            if isinstance(value, float) and any(part in name for part in RANDOM_NUMBERS):
                 setattr(module, name, 0.0)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
 
 
 def recomputes(model) -> bool:
