@@ -54,9 +54,8 @@ def pair_gradient(rewards, pair_weights, *, tau=0.5):
 
 
 lesson.section("1. Weights on the pairs, and RED-Drop")
-some_pairs = torch.tensor([[0, 1, 2], [1, 0, 0], [2, 0, 0]])
 lesson.check("(5.1) r = (0, .8, 1), w_12 = 1, w_13 = 2, w_23 = 0: (−2.8, .8, 2)/9",
-             pair_gradient(REWARDS, some_pairs), [-2.8 / 9, 0.8 / 9, 2 / 9])
+             pair_gradient(REWARDS, torch.tensor([[0, 1, 2], [1, 0, 0], [2, 0, 0]])), [-2.8 / 9, 0.8 / 9, 2 / 9])
 w = torch.tensor([1, 1, 2])  # r̄_w = (0 + .8 + 2)/4 = .7, and Σw/K² = 4/9
 lesson.check("(5.2) w = (1, 1, 2): (−.7, .1, .6)·4/9",
              pair_gradient(REWARDS, w[:, None] * w), [-2.8 / 9, 0.4 / 9, 2.4 / 9])
@@ -441,10 +440,11 @@ def check_temperature(temperature_for):
             return f"with {right} of 20 right, the weighted mean is not {target} at your temperature"
 
 
-lesson.finish({
+EXERCISES = {
     1: ("Rewards (1, .6, .6, 0, 0): how many responses does RED-Drop keep?", 5,
         "Their mean is .44: three positives, two negatives, so nothing is dropped."),
     2: ("A policy trains on its own samples, rewards 0 or 1. Does RED-Weight turn its expected update? yes or no", "no",
         "(5.7): it is g(p)·∇p for every shaping by reward; only the pace changes."),
     3: ("The T at which a group, a share success_rate of its rewards 1 and the others 0, has the weighted mean target.",
-        "def temperature_for(success_rate, target):", check_temperature)})
+        "def temperature_for(success_rate, target):", check_temperature)}
+lesson.finish(EXERCISES)
