@@ -45,14 +45,16 @@ def load_model(name: str, *, device, cache_dir=None, task: str = "addition"):
         plain.load_state_dict(model.state_dict())
         plain.tie_weights()
         model = plain
-    known = range(model.get_input_embeddings().num_embeddings)  # some tokenizer classes invent a pad id beyond it
+    known = range(model.get_input_embeddings().num_embeddings)
+    special = {tokenizer.pad_token_id, tokenizer.unk_token_id}  # some tokenizer classes invent one beyond it
     if tokenizer.pad_token_id not in known:
         tokenizer.pad_token = tokenizer.eos_token  # harmless: every mask here comes from lengths, never from the pad id
     require(tokenizer.pad_token_id in known,
             f"--model {path}: its tokenizer has neither a pad nor an end-of-text token that the model knows; "
             "name one in tokenizer_config.json")
-    require(len(tokenizer) <= len(known), f"--model {path}: its tokenizer has {len(tokenizer)} tokens and its embedding "
-            f"{len(known)} rows; resize_token_embeddings() and save it again")
+    require(not {*tokenizer.get_vocab().values()} - {*known} - special,
+            f"--model {path}: its tokenizer has {len(tokenizer)} tokens and its embedding {len(known)} rows; "
+            "resize_token_embeddings() and save it again")
     leave_out_auxiliary_loss(model)
     return model.to(device).eval(), tokenizer
 
