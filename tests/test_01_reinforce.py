@@ -53,7 +53,7 @@ def test_every_claim_of_the_page_holds():
     assert all("(1." in " ".join(c["claim"] for c in page.claims if c["section"][0] == s) for s in "123456")
 
 
-# A language model that stops: tokens 0 (stop), 1, 2, at most three of them, a row of logits for EVERY prefix. 15 responses.
+# A language model that stops: tokens 0 (stop), 1, 2, at most three, a row of logits for EVERY prefix. 15 responses.
 # "1 2 stop" earns 1, "1 2" cut off at the limit ½. Plain numpy: what the lesson does with its 27 strings, in general.
 WORDS = [(0,), (1, 0), (2, 0), *itertools.product((1, 2), (1, 2), (0, 1, 2))]
 PREFIXES = sorted({word[:t] for word in WORDS for t in range(len(word))})
@@ -122,9 +122,12 @@ def test_1_1_bandit_gradient(probs, rewards):
 def test_1_2_variance_is_a_parabola_around_the_best_baseline(probs, rewards):
     length = 1 - 2 * probs + (probs**2).sum()  # ‖e_y − π‖²
     best = (probs * rewards * length).sum() / (probs * length).sum()
-    lowest, *others = (lesson.variance_of_one_sample(double(probs), double(rewards), b).item() for b in (best, -1, 0, 2))
-    for b, measured in zip((-1, 0, 2), others):
-        assert measured == pytest.approx(lowest + (b - best) ** 2 * (probs * length).sum(), abs=1e-8)
+    def variance(b):
+        return lesson.variance_of_one_sample(double(probs), double(rewards), b).item()
+
+    lowest = variance(best)
+    for b in (-1, 0, 2):
+        assert variance(b) == pytest.approx(lowest + (b - best) ** 2 * (probs * length).sum(), abs=1e-8)
 
 
 def test_1_2_worked_numbers():
@@ -134,7 +137,7 @@ def test_1_2_worked_numbers():
     # π = (.7, .2, .1): ‖s‖² = (.14, 1.14, 1.34), so E‖s‖² = .46, E[r‖s‖²] = .3164. J = .26 is not b*, but beats none.
     best, mean_reward, none = (variance([0.7, 0.2, 0.1], R, b) for b in (0.3164 / 0.46, 0.26, 0.0))
     assert best < mean_reward < none and none - best == pytest.approx(0.3164**2 / 0.46, abs=1e-12)
-    # An easy prompt: 90 % right. ‖s‖² = (.015, 1.715, 1.715), b* = .0135/.185, so the mean reward .9 is noisier than none.
+    # An easy prompt, 90 % right: ‖s‖² = (.015, 1.715, 1.715), b* = .0135/.185, so b = J = .9 is noisier than none.
     assert variance([0.9, 0.05, 0.05], [1, 0, 0], 0.9) > variance([0.9, 0.05, 0.05], [1, 0, 0], 0.0)
     # A score of two tokens counts as their sum: the lesson's strings have the squared length of the summed score.
     np.testing.assert_allclose(lesson.scores, lesson.token_scores.sum(1))
@@ -234,8 +237,8 @@ def test_1_4_and_1_6_whole_ratios_are_unbiased_and_token_ratios_climb_another_ob
     whole, token = ratio_estimates(current, behaviour)
     np.testing.assert_allclose(whole, exact, atol=1e-12)
     np.testing.assert_allclose(token, token_level, atol=1e-12)
-    surrogate = finite_differences(
-        lambda x: expectation(behaviour, [r * sum(token_ratios(x, behaviour, w)) for w, r in zip(WORDS, EARNS)]), current)
+    surrogate = finite_differences(lambda x: expectation(
+        behaviour, [r * sum(token_ratios(x, behaviour, w)) for w, r in zip(WORDS, EARNS)]), current)
     np.testing.assert_allclose(token, surrogate, atol=1e-8)
     assert np.linalg.norm(token - exact) > 0.01 * np.linalg.norm(exact)
     on_policy = ratio_estimates(behaviour, behaviour)[1], prefix_gradients(behaviour, behaviour)[0]
@@ -367,7 +370,7 @@ def test_predictions(number, right, wrong, capsys):
 @pytest.mark.parametrize("body, right", [
     ("w = torch.softmax(logprobs - old_logprobs, -1)\n    return 1 / (w * w).sum()", True),
     ("w = (logprobs - old_logprobs).exp()\n    return w.sum() ** 2 / (w * w).sum()", False),  # overflows
-    ("w = torch.softmax(logprobs - old_logprobs, -1)\n    return (-(w * w.clamp(min=1e-300).log()).sum()).exp()", False)])
+    ("w = torch.softmax(logprobs - old_logprobs, -1)\n    return (-torch.xlogy(w, w).sum()).exp()", False)])
 def test_effective_sample_size_exercise(body, right, tmp_path, capsys):
     answer = tmp_path / "answer.py"
     answer.write_text(f"import torch\ndef effective_sample_size(logprobs, old_logprobs):\n    {body}\n")
