@@ -17,7 +17,7 @@ from utils import pick_device
 
 
 def option(default, help: str, shown: str | None = None):
-    """A dataclass field whose --help text ends with its default, or with `shown`, which says what an empty one stands for."""
+    """A dataclass field whose --help text ends with its default, or with `shown`: what an empty default stands for."""
     shown = shown or ("off" if default is False else default)
     return field(default=default, metadata={"help": f"{help} (default {shown})"})
 
@@ -37,8 +37,9 @@ def validate(config, algorithms: dict, try_loss) -> None:
             raise UserError("--tensorboard needs the package of that name: pip install tensorboard") from None
     rows = config.compare.split(",") if config.compare else [config.algorithm]
     require(all(rows), f"--compare {config.compare} has an empty name; write it as grpo,reinforce")
-    require(not (config.resume and config.eval_only), "--eval-only evaluates --model; for the model of a run give its folder, "
-            "--model <out>/model, and leave --resume out")
+    require(not (config.resume and config.eval_only),
+            "--eval-only evaluates --model; for the model of a run give its folder, --model <out>/model, "
+            "and leave --resume out")
     require(len(rows) == len(set(rows)), f"--compare {config.compare} names a row twice; each has one folder")
     for name in rows:
         require(name in algorithms, f"unknown algorithm {name!r}; choose from: {', '.join(algorithms)}")
@@ -47,37 +48,44 @@ def validate(config, algorithms: dict, try_loss) -> None:
         require(not algorithms[name].worked_examples or config.group_size >= 3,
                 f"{name} needs --group-size 3 or more: one response with a worked example, and others to compare it with")
     require(abs(config.seed) < 2**32, f"--seed is {config.seed}; it must be between -2^32 and 2^32")
-    require(config.group_size >= 2, f"--group-size is {config.group_size}; a baseline needs at least 2 responses to a prompt")
-    require(config.sync_interval >= 1, f"--sync-interval is {config.sync_interval}; it must be at least 1, or use --offline")
+    require(config.group_size >= 2,
+            f"--group-size is {config.group_size}; a baseline needs at least 2 responses to a prompt")
+    require(config.sync_interval >= 1,
+            f"--sync-interval is {config.sync_interval}; it must be at least 1, or use --offline")
     require(config.sync_offset >= 0, f"--sync-offset is {config.sync_offset}; it must be 0 or more")
     for name in ("steps", "prompts_per_step", "max_new_tokens", "micro_batch_tokens", "eval_every", "eval_questions",
                  "eval_samples", "save_every", "max_prompt_tokens"):
-        require(getattr(config, name) >= 1, f"--{name.replace('_', '-')} is {getattr(config, name)}; it must be at least 1")
+        require(getattr(config, name) >= 1,
+                f"--{name.replace('_', '-')} is {getattr(config, name)}; it must be at least 1")
     for name in ("learning_rate", "max_grad_norm", "temperature", "weight_temperature", "weight_cap", "entropy_target",
                  "device_memory"):
         value = getattr(config, name)
-        require(value is None or 0 < value < math.inf, f"--{name.replace('_', '-')} is {value}; it must be positive and finite")
+        require(value is None or 0 < value < math.inf,
+                f"--{name.replace('_', '-')} is {value}; it must be positive and finite")
     for name in ("eps_low", "eps_high", "outer_low", "outer_high", "tau", "beta", "calibrate", "refills"):
         value = getattr(config, name)
         require(value is None or 0 <= value < math.inf, f"--{name.replace('_', '-')} is {value}; it must be 0 or more")
-    require(config.dtype in ("auto", "float32", "bfloat16"), f"--dtype is {config.dtype!r}; choose auto, float32 or bfloat16")
+    require(config.dtype in ("auto", "float32", "bfloat16"),
+            f"--dtype is {config.dtype!r}; choose auto, float32 or bfloat16")
     require(config.engine in ("auto", "plain", "uncached", "fast", "paged"),
             f"--engine is {config.engine!r}; choose auto, plain, uncached, fast or paged")
     processes = int(os.environ.get("WORLD_SIZE", 1))
-    require(processes == 1 or "RANK" in os.environ or config.dry_run, f"WORLD_SIZE is {processes} but RANK is not set; start "
-            "several processes with torchrun")
+    require(processes == 1 or "RANK" in os.environ or config.dry_run,
+            f"WORLD_SIZE is {processes} but RANK is not set; start several processes with torchrun")
     require(config.prompts_per_step % processes == 0 and config.eval_questions >= processes,
-            f"{processes} processes share a batch: --prompts-per-step must be a multiple of {processes}, and --eval-questions at "
-            "least as many")
-    require(processes == 1 or not (config.compare or config.eval_only or config.calibrate), "several processes train one run; "
-            "start --compare, --eval-only and --calibrate without torchrun")
+            f"{processes} processes share a batch: --prompts-per-step must be a multiple of {processes}, "
+            "and --eval-questions at least as many")
+    require(processes == 1 or not (config.compare or config.eval_only or config.calibrate),
+            "several processes train one run; start --compare, --eval-only and --calibrate without torchrun")
     if config.model in BUILT_IN:
-        require(built_in_digits(config.task) in BUILT_IN[config.model]["steps"], f"--model {config.model} has not learned --task "
-                f"{config.task}; tiny adds 1 to 3 digits (addition-2), and small adds 4, with its steps (addition-steps)")
+        require(built_in_digits(config.task) in BUILT_IN[config.model]["steps"],
+                f"--model {config.model} has not learned --task {config.task}; tiny adds 1 to 3 digits (addition-2), "
+                "and small adds 4, with its steps (addition-steps)")
     require(config.model != "small" or config.max_new_tokens >= 40,
             f"--max-new-tokens is {config.max_new_tokens}; worked steps need 40")
-    require(not config.shard or processes > 1, "--shard splits a model over processes; start them with torchrun "
-            "--nproc-per-node N 06_full_llm_training.py …")
+    require(not config.shard or processes > 1,
+            "--shard splits a model over processes; start them with torchrun --nproc-per-node N "
+            "06_full_llm_training.py …")
     require(not config.shard or all(algorithms[name].entropy_target is None for name in rows),
             "aepo samples from the policy in every step, which --shard does not offer; leave one of them out")
     try:
@@ -86,7 +94,7 @@ def validate(config, algorithms: dict, try_loss) -> None:
             load_reward(function)
         for name in rows:
             try_loss(dataclasses.replace(config, algorithm=name))
-    except (ValueError, RuntimeError) as error:  # torch refuses a device with the second
+    except (ValueError, RuntimeError) as error:  # torch raises RuntimeError for a device it lacks
         raise UserError(one_line(error))
 
 
@@ -119,11 +127,12 @@ def parse_arguments(Config, groups, description: str, metrics: dict, argv=None):
         raise UserError(f"{source} is not a file of flags: {one_line(error)}")
     config = Config(**vars(parser.parse_args([*stored, *argv])))
     for name in OF_THE_RUN if given.resume else ():
-        require(getattr(config, name) == getattr(run, name), f"--{name.replace('_', '-')} belongs to the run in {given.out}, "
-                f"where it is {getattr(run, name)}; start another run to change it")
+        require(getattr(config, name) == getattr(run, name),
+                f"--{name.replace('_', '-')} belongs to the run in {given.out}, where it is {getattr(run, name)}; "
+                "start another run to change it")
     return config
 
 
-# What a resumed run cannot change without becoming another run.
+# A resumed run must keep these: with another value it would be another run.
 OF_THE_RUN = ("model", "task", "reward", "eval_questions", "group_size", "prompts_per_step", "sync_interval", "sync_offset",
               "offline", "seed", "reward_noise", "step_reward", "algorithm", "temperature", "max_new_tokens")
