@@ -1,4 +1,4 @@
-"""The run directory: one writer, whole files, checkpoints that a resumed run continues bit for bit, signals that end a run in order."""
+"""The run directory: one writer, whole files, checkpoints that are resumed bit for bit, an orderly end on a signal."""
 
 import contextlib
 import json
@@ -51,9 +51,9 @@ METRICS = {  # what a line of metrics.jsonl says; --help ends with it
 
 
 class Run:
-    """One training run seen from its directory. `train` in 06 says what happens in a step; this says what is kept of it.
+    """One training run seen from its directory. `train` in 06 says what a step does; this says what is kept of it.
 
-        run = Run(config)                       the directory is ours, and holds a run only if it may; .folder has its model
+        run = Run(config)                       refuses a directory that holds another run; .folder: a checkpoint's model
         run.attach(model, tokenizer, …)         what is saved and restored
         version, queue = run.begin(Rollout)     the checkpoint's, or (0, empty)
         for step in run.steps(): with run.guard(step): …; run.record(metrics); run.save_when_due(step, version, queue)
@@ -62,8 +62,10 @@ class Run:
 
     def __init__(self, config):
         self.config, self.out, self.state = config, pathlib.Path(config.out), None
-        require(config.resume or config.overwrite or not ((self.out / "metrics.jsonl").exists() or checkpoints(self.out)),
-                f"{self.out} already holds a run: add --resume to continue it, --overwrite to replace it, or choose another --out")
+        holds_a_run = (self.out / "metrics.jsonl").exists() or checkpoints(self.out)
+        require(config.resume or config.overwrite or not holds_a_run,
+                f"{self.out} already holds a run: add --resume to continue it, --overwrite to replace it, "
+                "or choose another --out")
         if config.resume:
             self.state = load_checkpoint(self.out)
         self.is_new, self.folder = self.state is None, self.state and self.state["folder"]
@@ -81,8 +83,8 @@ class Run:
         if self.main_process:
             self.lock = lock_run_directory(self.out)  # held while this object lives
             clear_run(self.out) if self.is_new else truncate_logs(self.out, last_step=self.first_step - 1)
-            leftovers = [*self.out.glob("unfinished-*"), *self.out.glob("checkpoint/unfinished-*"), *checkpoints(self.out)[:-1]]
-            for leftover in leftovers:  # of a kill
+            unfinished = [*self.out.glob("unfinished-*"), *self.out.glob("checkpoint/unfinished-*")]
+            for leftover in [*unfinished, *checkpoints(self.out)[:-1]]:  # of a run that was killed
                 discard(leftover) if leftover.is_dir() else leftover.unlink()
             store_config(self.out, self.config)
         self.board = None
@@ -93,10 +95,11 @@ class Run:
 
     def _restore(self, Rollout):
         state, device = self.state, next(self.model.parameters()).device
-        require("processes" in state, f"the checkpoint in {self.out} was saved by an older version of this file, which alone "
-                "can continue it")
-        require(len(state["processes"]) == parallel.size(), f"the run in {self.out} was saved by {len(state['processes'])} "
-                f"processes and continues with as many, not with {parallel.size()}: see torchrun's --nproc-per-node")
+        require("processes" in state,
+                f"the checkpoint in {self.out} was saved by an older version of this file, which alone can continue it")
+        require(len(state["processes"]) == parallel.size(),
+                f"the run in {self.out} was saved by {len(state['processes'])} processes and continues with as many, "
+                f"not with {parallel.size()}: see torchrun's --nproc-per-node")
         mine = state["processes"][parallel.rank()]
         parallel.load_optimizer_state(self.optimizer, state.pop("optimizer"))
         self.optimizer.param_groups[0]["lr"] = self.config.learning_rate  # a flag given with --resume counts
@@ -107,7 +110,7 @@ class Run:
         return state["version"], deque(Rollout(**parallel.move(batch, device)) for batch in mine["queue"])
 
     def steps(self):
-        """The steps that are left, with a progress bar, while signals that ask for an end are noted."""
+        """The steps that are left, with a progress bar; meanwhile signals are collected instead of ending the process."""
         from tqdm import tqdm
 
         steps = range(self.first_step, self.config.steps + 1)
@@ -134,14 +137,15 @@ class Run:
         mine = {"queue": [parallel.move(vars(batch), "cpu") for batch in queue], "random": random_state(*self.generators)}
         saved = {"version": version, "optimizer": parallel.optimizer_state(self.optimizer),
                  "processes": parallel.gather_objects(mine),
-                 "sampler": parallel.move(self.sampler.state_dict(), "cpu") if self.copied and self.main_process else None}
+                 "sampler": (parallel.move(self.sampler.state_dict(), "cpu")
+                             if self.copied and self.main_process else None)}
         policy = parallel.ordinary_model(self.model, self.sampler)
         if self.main_process:
             save_checkpoint(self.out, step, policy, self.tokenizer, saved)
         parallel.barrier()
 
     def save_when_due(self, step: int, version: int, queue) -> None:
-        # Signals are read once, so that one from here on finds the next step; and of all, so that all stop at the same one.
+        # Signals are read here only, and from all processes, so that all stop after the same step.
         self.signals = [name for names in parallel.gather_objects(list(self.arrived)) for name in names]
         if step % self.config.save_every == 0 or step == self.config.steps or self.signals:
             self.save(step, version, queue)
@@ -159,7 +163,7 @@ class Run:
             raise RunStopped(f"by {self.signals[0]} after step {step}; continue with --resume --out {self.out}")
 
     def finish(self, started: float) -> dict:
-        """Write model/ and curves.png; accuracy before and after with its interval, and seconds. Nothing on other ranks."""
+        """Write model/ and curves.png. Returns accuracy before and after, its interval, and seconds; {} on other ranks."""
         with self.guard(self.config.steps):
             final = parallel.ordinary_model(self.model, self.sampler)
             if not self.main_process:
@@ -200,7 +204,7 @@ def clear_run(out: pathlib.Path) -> None:
 
 
 def lock_run_directory(out: pathlib.Path):
-    """Hold the run directory, in which a second run would ruin the first. The lock ends with the process, however that ends."""
+    """Lock the run directory: a second run in it would ruin the first. The system frees the lock when the process ends."""
     out.mkdir(parents=True, exist_ok=True)
     file = open(out / ".lock", "w")
     with contextlib.suppress(ImportError):  # Windows has no fcntl
@@ -232,7 +236,7 @@ def read_metrics(out: pathlib.Path) -> list:
 
 
 def truncate_logs(out: pathlib.Path, *, last_step: int) -> None:
-    """Drop the lines after the checkpoint, and a last line that a crash cut short: those steps will be run again."""
+    """Drop the lines after the checkpoint, whose steps will run again, and a last line that a crash cut short."""
     for path in (out / "metrics.jsonl", out / "samples.jsonl"):
         kept = []
         for line in path.read_text(encoding="utf-8").split("\n") if path.exists() else []:
@@ -271,7 +275,7 @@ def replace_folder(target: pathlib.Path, fill) -> None:
 
 
 def discard(folder: pathlib.Path) -> None:
-    """Remove a folder. It loses its name first, so that half of it is never taken for the whole."""
+    """Remove a folder. It is renamed first, so that a half-removed one is never taken for a whole one."""
     if folder.exists():
         nameless = folder.with_name(f"unfinished-old-{folder.name}-{os.getpid()}")
         os.rename(folder, nameless)
@@ -282,7 +286,7 @@ def save_checkpoint(out: pathlib.Path, step: int, model, tokenizer, state: dict)
     """Write out/checkpoint/step-N: a model for from_pretrained plus trainer.pt. Older ones go only when it is complete."""
     if not all(torch.isfinite(parameter).all() for parameter in model.parameters()):
         raise FloatingPointError("the weights are not finite, so they are not saved")
-    for name in ("metrics.jsonl", "samples.jsonl"):  # the lines up to this step must not be younger than the checkpoint
+    for name in ("metrics.jsonl", "samples.jsonl"):  # the lines up to this step must reach the disk before the checkpoint
         if (out / name).exists():
             flush_to_disk(out / name)
     target = out / "checkpoint" / f"step-{step:06d}"
@@ -298,7 +302,7 @@ def save_checkpoint(out: pathlib.Path, step: int, model, tokenizer, state: dict)
 
 
 def checkpoints(out: pathlib.Path) -> list:
-    """The folders of the complete checkpoints, oldest first."""
+    """The folders of the complete checkpoints, oldest first; an incomplete one still has another name."""
     return sorted((out / "checkpoint").glob("step-*"), key=lambda folder: int(folder.name.removeprefix("step-")))
 
 
@@ -306,9 +310,9 @@ def load_checkpoint(out: pathlib.Path) -> dict | None:
     """The trainer's state in the newest checkpoint, with its folder; None when the run had not saved one yet."""
     if not (found := checkpoints(out)):
         return None
-    try:
+    try:  # mmap: each of several processes reads only the part that it needs
         state = torch.load(found[-1] / "trainer.pt", weights_only=True, map_location="cpu", mmap=parallel.size() > 1)
-        return {**state, "folder": str(found[-1])}  # several processes map the file: of a sharded state each needs its own part only
+        return {**state, "folder": str(found[-1])}
     except Exception as error:
         raise UserError(f"--resume: {found[-1]} is damaged ({one_line(error)})")
 
@@ -343,9 +347,9 @@ def restore_random(state: dict, *generators) -> None:
 
 @contextlib.contextmanager
 def interruptions():
-    """A list that names the signals that ask for an end, as they arrive, so that the step in progress can finish and be saved.
+    """Collect the names of signals that ask for an end in a list, so that the current step can finish and be saved.
 
-    A second SIGINT or SIGTERM acts as it always did, and one that was ignored (nohup) stays so.
+    A second SIGINT or SIGTERM ends the process at once, as usual; a signal that was ignored (nohup) stays ignored.
     """
     arrived, previous = [], {}
 
@@ -353,7 +357,7 @@ def interruptions():
         arrived.append(signal.Signals(number).name)
         if arrived[-1] != "SIGHUP":  # a closing terminal may send that one twice
             signal.signal(number, previous[number])
-        with contextlib.suppress(OSError):  # the terminal may be gone; and print() may not be interrupted by itself
+        with contextlib.suppress(OSError):  # the terminal may be gone; os.write, since print may not interrupt a print
             os.write(2, f"\n{arrived[-1]}: finishing this step and saving it; once more to stop at once\n".encode())
 
     if threading.current_thread() is threading.main_thread():
