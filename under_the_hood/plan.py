@@ -1,13 +1,13 @@
-"""What a run of 06_full_llm_training.py will take, before it starts: steps, tokens, and memory part by part. Loads no weights.
+"""What a run of 06_full_llm_training.py will take, before it starts: steps, tokens, memory. Loads no weights.
 
-    python 06_full_llm_training.py --config experiments/recipes/gsm8k.json --dry-run                       (this machine)
-    python 06_full_llm_training.py --config experiments/recipes/gsm8k.json --dry-run --device-memory 80    (a CUDA GPU with 80 GiB)
+    python 06_full_llm_training.py --config experiments/recipes/gsm8k.json --dry-run                     this machine
+    python 06_full_llm_training.py --config experiments/recipes/gsm8k.json --dry-run --device-memory 80  a GPU, 80 GiB
 
 A step samples, then trains. Its peak is what is held all the time plus the larger of what these two need:
 
-    held      4 bytes a parameter each for the weights, their gradients and AdamW's first and second moment; a sampler of its own
-    sampling  keys and values of every response, layers · (L + T) · 2 · width of the keys; the logits of one token of each
-    training  what autograd keeps of the largest micro-batch, layer by layer (`saved_by_layer`); logits, a chunk at a time
+    held      4 bytes a parameter each for weights, gradients, AdamW's first and second moment; the sampler's copy
+    sampling  keys and values of every response, layers · (L + T) · 2 · width of the keys; logits of one token of each
+    training  what autograd keeps of the largest micro-batch, by layer (`saved_by_layer`); logits, a chunk at a time
 
 Symbols: P prompts, K responses to each, L tokens of a prompt, T tokens of a response.
 """
@@ -25,8 +25,8 @@ from under_the_hood.models import BUILT_IN, character_tokenizer, encode_prompts
 from under_the_hood.tasks import load_task
 from utils import pick_device
 
-# Published shapes, for a machine that cannot reach the hub: layers, hidden size, intermediate size, heads, key/value heads,
-# vocabulary, context, and whether the embedding is also the output head.
+# Published shapes, for a machine that cannot reach the hub: layers, hidden size, intermediate size, heads, key/value
+# heads, vocabulary, context, and whether the embedding is also the output head.
 SHAPES = {
     "Qwen/Qwen2.5-0.5B-Instruct": (24, 896, 4864, 14, 2, 151_936, 32_768, True),
     "Qwen/Qwen2.5-1.5B-Instruct": (28, 1536, 8960, 12, 2, 151_936, 32_768, True),
@@ -67,13 +67,15 @@ def find_model(config):
     try:
         model_config = AutoConfig.from_pretrained(name, **options).get_text_config()
     except (OSError, ValueError, KeyError, ImportError) as error:
-        require(name in SHAPES, f"--model {config.model} is neither built in, a directory, a .gguf file, nor reachable on the "
-                   f"hub; without the hub --dry-run knows {', '.join(SHAPES)} ({one_line(error)})")
+        require(name in SHAPES,
+                f"--model {config.model} is neither built in, a directory, a .gguf file, nor reachable on the hub; "
+                f"without the hub --dry-run knows {', '.join(SHAPES)} ({one_line(error)})")
         layers, hidden, intermediate, heads, kv_heads, vocabulary, context, tied = SHAPES[name]
-        return (Qwen2Config if name.startswith("Qwen") else LlamaConfig)(
+        published = (Qwen2Config if name.startswith("Qwen") else LlamaConfig)(
             num_hidden_layers=layers, hidden_size=hidden, intermediate_size=intermediate, num_attention_heads=heads,
-            num_key_value_heads=kv_heads, vocab_size=vocabulary, max_position_embeddings=context, tie_word_embeddings=tied,
-        ), None, "the published shape, since the hub is not reachable"
+            num_key_value_heads=kv_heads, vocab_size=vocabulary, max_position_embeddings=context,
+            tie_word_embeddings=tied)
+        return published, None, "the published shape, since the hub is not reachable"
     try:
         return model_config, None if options else AutoTokenizer.from_pretrained(name), "from its config"
     except (OSError, ValueError, KeyError, ImportError):  # a plan can do without a tokenizer
@@ -81,23 +83,25 @@ def find_model(config):
 
 
 def describe(model_config):
-    """All that the estimates read, counted on a model without storage. Raises ValueError for what is no causal decoder."""
+    """The numbers that the estimates need, counted on a model without storage. ValueError: it is no causal decoder."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config)
-    ends = {id(end.weight): end.weight.numel() for end in (model.get_input_embeddings(), model.get_output_embeddings())}
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    ends = {id(end.weight): end.weight.numel() for end in (embedding, head)}  # by id: a tied weight counts once
     matrices = {id(module.weight): module.weight.numel() for module in model.modules()
                 if getattr(module, "weight", None) is not None and module.weight.dim() == 2
                 and not isinstance(module, torch.nn.Embedding)}
     heads, hidden = model_config.num_attention_heads, model_config.hidden_size
     kv_heads = getattr(model_config, "num_key_value_heads", None)  # Llama and its kin say how many; GPT-2 does not
     head_size = getattr(model_config, "head_dim", None) or hidden // heads
+    intermediate = getattr(model_config, "intermediate_size", None) or getattr(model_config, "n_inner", None)
     return types.SimpleNamespace(
-        parameters=sum(parameter.numel() for parameter in model.parameters()),  # a tied weight is one parameter
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
         ends=sum(ends.values()), matrices=sum(matrices.values()),  # embedding and head; what matrix products read
         layers=model_config.num_hidden_layers, hidden=hidden, heads=heads, vocabulary=model_config.vocab_size,
-        intermediate=getattr(model_config, "intermediate_size", None) or getattr(model_config, "n_inner", None) or 4 * hidden,
+        intermediate=intermediate or 4 * hidden,
         queries=heads * head_size, keys=(kv_heads or heads) * head_size, gated=kv_heads is not None,
         context=getattr(model_config, "max_position_embeddings", None) or math.inf)
 
@@ -108,8 +112,8 @@ def describe(model_config):
 def saved_by_layer(shape, *, tokens: int, keys: int, pairs: int, width: int) -> int:
     """Bytes that autograd keeps of one decoder layer until its backward pass.
 
-    tokens: positions that run through it; keys: positions that attention reads, summed over the rows; pairs: query-key pairs,
-    likewise; width: bytes of a number in matrix products, 4 or 2. Norms and the residual stream are float32 in either case.
+    tokens: positions that run through it; keys: positions that attention reads, summed over the rows; pairs: query-key
+    pairs, likewise; width: bytes of a number in matrix products, 4 or 2. Norms and residual stream are always float32.
 
         2 norms       the residual stream x, and x/rms, which the norm's weight is multiplied with
         their output  what q, k, v, gate and up read: in float32 they share it, in bfloat16 each has a cast of its own
@@ -120,7 +124,7 @@ def saved_by_layer(shape, *, tokens: int, keys: int, pairs: int, width: int) -> 
     x, mlp = shape.hidden, shape.intermediate
     if shape.gated:
         norms, inputs, inner = 2 * 2 * FLOAT * x, (2 if width == FLOAT else 5) * width * x, 4 * width * mlp
-    else:  # GPT-2: layer norm keeps x alone; q, k, v are one product; gelu by tanh keeps four numbers, and its output is read
+    else:  # GPT-2: layer norm keeps x alone; q, k, v are one product; gelu keeps four numbers, and c_proj its output
         norms, inputs, inner = 2 * FLOAT * x, 2 * width * x, 5 * width * mlp
     attention = 2 * width * shape.queries + FLOAT * shape.heads
     return tokens * (norms + inputs + attention + inner) + keys * 2 * width * shape.queries + pairs * width
@@ -136,12 +140,13 @@ def memory(config, shape, setting: Setting, *, whole_batch: bool = False) -> dic
     held = shape.parameters * FLOAT // (setting.processes if config.shard else 1)
     own = config.sync_interval > 1 or config.offline or config.shard or (setting.cuda and config.engine != "plain")
     own_width = width if setting.cuda and own else FLOAT  # otherwise the sampler is the policy itself
-    casts = {"bfloat16 copies of the matrices": shape.matrices * width} if narrow else {}  # autocast makes and keeps them
+    casts = {"bfloat16 copies of the matrices": shape.matrices * width} if narrow else {}  # autocast keeps them
     parts = {"weights, float32": held, "gradients, float32": held, "AdamW's two moments, float32": 2 * held}
     if own:
-        parts[f"the sampler's own weights, {'bfloat16' if own_width == 2 else 'float32'}"] = shape.parameters * own_width
+        precision = "bfloat16" if own_width == 2 else "float32"
+        parts[f"the sampler's own weights, {precision}"] = shape.parameters * own_width
 
-    questions = min(64, math.ceil(config.eval_questions / setting.processes))  # of an evaluation that are asked at a time
+    questions = min(64, math.ceil(config.eval_questions / setting.processes))  # asked at a time in an evaluation
     rows = max(prompts * group, questions * config.eval_samples)
     position = rows * (length + new) * shape.keys
     key_width = FLOAT if shape.gated and own_width == FLOAT else width  # RoPE makes keys as wide as the weights
@@ -158,31 +163,33 @@ def memory(config, shape, setting: Setting, *, whole_batch: bool = False) -> dic
     tokens, keys = once * length + responses * queries, once * length + responses * (length + new - 1)
     layer = saved_by_layer(shape, tokens=tokens, keys=keys, width=width,
                            pairs=once * length**2 + responses * queries * (length + new - 1))
-    kept, layer_backward = shape.layers * layer, 3 * tokens * width * shape.intermediate  # the latter: gradients in the MLP
+    kept, layer_backward = shape.layers * layer, 3 * tokens * width * shape.intermediate  # gradients in the MLP
     logits = min(responses * new, max(1, CHUNK // shape.vocabulary)) * shape.vocabulary * FLOAT
-    head_backward = 5 * logits + shape.vocabulary * shape.hidden * FLOAT  # logits, softmax, gradients; that of the matrix
-    gathered = shape.ends + 2 * (shape.parameters - shape.ends) // shape.layers  # of shards: this block's and the next one's
+    head_backward = 5 * logits + shape.vocabulary * shape.hidden * FLOAT  # logits, softmax, gradients; the head's own
+    gathered = shape.ends + 2 * (shape.parameters - shape.ends) // shape.layers  # this block and the next, ahead of time
     matrices = {"weights gathered from the shards": gathered * width} if config.shard else casts
     if config.gradient_checkpointing:  # a layer's activations and matrices come and go as well
         kept, layer_backward = shape.layers * tokens * FLOAT * shape.hidden, layer + layer_backward
         head_backward, matrices = head_backward + sum(matrices.values()), {}
-    kept += (3 * tokens + responses * new) * FLOAT * shape.hidden  # around the last norm, and states that reach the head
-    return {
+    kept += (3 * tokens + responses * new) * FLOAT * shape.hidden  # around the last norm; states that reach the head
+    phases = {
         "held all the time": parts,
         f"sampling {rows:,} responses at once": {
-            **({} if own_width < FLOAT else casts), "keys and values" + ", in pages" * (config.engine == "paged"): cache,
+            **({} if own_width < FLOAT else casts),
+            "keys and values" + ", in pages" * (config.engine == "paged"): cache,
             "one layer's keys again, as they grow": position * key_width,
             "logits and probabilities, float32": 4 * rows * shape.vocabulary * FLOAT},
         f"training on passes of {groups} × {group} responses": {
             **matrices, "activations kept for the backward pass": kept,
-            "what comes and goes: the head, by chunks, or a layer": max(head_backward, layer_backward)},
-        **({"starting, before the weights are split": {
-            "the model and its copy, more than is held later": max(0, 2 * FLOAT * shape.parameters - sum(parts.values()))}}
-           if config.shard else {})}
+            "what comes and goes: the head, by chunks, or a layer": max(head_backward, layer_backward)}}
+    if config.shard:
+        more = max(0, 2 * FLOAT * shape.parameters - sum(parts.values()))
+        phases["starting, before the weights are split"] = {"the model and its copy, more than is held later": more}
+    return phases
 
 
 def peak(parts: dict) -> float:
-    """Bytes: what is held, and the largest of the phases, which take turns."""
+    """Bytes: what is held all the time, and the largest phase, since phases follow each other."""
     held, *phases = (sum(part.values()) for part in parts.values())
     return held + max(phases)
 
@@ -199,7 +206,8 @@ def remedies(config, setting: Setting):
     savings = {"micro_batch_tokens": shortest, "gradient_checkpointing": True, "eval_samples": 1}
     savings = {name: value for name, value in savings.items() if getattr(config, name) != value}  # what is not set yet
     thrifty = replace(config, **savings)
-    flags = " ".join(f"--{name.replace('_', '-')}" + f" {value}" * (value is not True) for name, value in savings.items())
+    flags = " ".join(f"--{name.replace('_', '-')}" + f" {value}" * (value is not True)
+                     for name, value in savings.items())
     devices = [n for n in (2, 4, 8, 16, 32, 64) if n > setting.processes and config.prompts_per_step % n == 0]
     shard = "more devices:" if config.shard else "--shard, devices:"
     yield "--micro-batch-tokens", [*halved("micro_batch_tokens", shortest)]
@@ -225,43 +233,49 @@ def size(count: float) -> str:
 
 
 def device_of(config):
-    """(bytes of memory, inf if unknown; kind of device; its name). --device-memory stands for a CUDA device of that size."""
+    """(bytes of memory, inf if unknown; kind of device; its name). --device-memory means a CUDA device of that size."""
     if config.device_memory:
         return config.device_memory * 2**30, "cuda", "a CUDA device"
     device = pick_device(config.device)
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
         return found.total_memory, "cuda", found.name
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf  # Windows has none
+    known = hasattr(os, "sysconf")  # not on Windows
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if known else math.inf
     return total, device.type, f"this machine ({device.type})"
 
 
 def find_task(config):
     """(task or None, a word on it). Data that is not there yet is no mistake in a plan; a malformed file is."""
     if config.task.endswith(".jsonl") and not pathlib.Path(config.task).exists():
-        return None, f'{config.task} is missing; make it with one {{"question": "…", "answer": "…"}} a line, before the run'
+        return None, (f'{config.task} is missing; make it with one {{"question": "…", "answer": "…"}} a line, '
+                      "before the run")
     try:
         task = load_task(config)
     except UserError as error:
         if config.task != "gsm8k":
             raise
         return None, str(error)
-    return task, (f"{config.task}: {len(task.train):,} questions to train on, {len(task.evaluation):,} held out; the run passes "
-                  f"over them {config.steps * config.prompts_per_step / len(task.train):,.1f} times")
+    passes = config.steps * config.prompts_per_step / len(task.train)
+    return task, (f"{config.task}: {len(task.train):,} questions to train on, {len(task.evaluation):,} held out; "
+                  f"the run passes over them {passes:,.1f} times")
 
 
 def longest_prompt(config, task, tokenizer, context):
     """(L, a word on it): tokens of the longest question where it can be encoded, else the most that 06 lets through."""
     limit = min(config.max_prompt_tokens, context - config.max_new_tokens)
-    require(limit >= 1, f"--max-new-tokens {config.max_new_tokens} leaves no room for a prompt in the model's context of "
-               f"{context} tokens")
-    examples = sorted(task.train + task.evaluation, key=lambda e: len(e.question))[-32:] if task and tokenizer else []
+    require(limit >= 1, f"--max-new-tokens {config.max_new_tokens} leaves no room for a prompt "
+            f"in the model's context of {context} tokens")
+    examples = []
+    if task and tokenizer:
+        examples = sorted(task.train + task.evaluation, key=lambda e: len(e.question))[-32:]
     longest = max((encode_prompts(tokenizer, [e], device="cpu")[0].shape[1] for e in examples), default=0)
-    return (longest, "the longest") if 0 < longest <= limit else (limit, "the limit")  # 0: a tokenizer without a vocabulary
+    # 0: there is no text to encode, or the tokenizer has no vocabulary.
+    return (longest, "the longest") if 0 < longest <= limit else (limit, "the limit")
 
 
 def dry_run(config, algorithm) -> int:
-    """--dry-run: print the plan of a run; its exit status, 3 when the run does not fit. algorithm: the row of --algorithm."""
+    """--dry-run: print the plan of a run. Returns the exit status, 3 when it does not fit. algorithm: the row to run."""
     if os.environ.get("RANK", "0") != "0":
         return 0  # torchrun started several of us
     model_config, tokenizer, source = find_model(config)
@@ -280,8 +294,8 @@ def dry_run(config, algorithm) -> int:
 
     print(f"model     {config.model}: {shape.layers} layers, {shape.parameters:,} parameters, {source}")
     print(f"data      {words}")
-    print(f"a step    at most {prompts * (length + group * new):,} tokens: {prompts} prompts of {length} ({which}) and {group} "
-          f"responses of {new} to each")
+    print(f"a step    at most {prompts * (length + group * new):,} tokens: {prompts} prompts of {length} ({which}) "
+          f"and {group} responses of {new} to each")
     print(f"a run     {config.steps:,} optimizer steps, {config.steps * prompts * group:,} rollouts"
           + f", or up to {1 + config.refills} times as many with --refills {config.refills}" * algorithm.refill
           + f"; {1 + math.ceil(config.steps / config.eval_every)} evaluations of {questions} questions, "
@@ -311,7 +325,8 @@ def dry_run(config, algorithm) -> int:
     totals = [sum(numbers.values()) for numbers in parts.values()]
     over = [(phase.split()[0].strip(","), totals[0] + count * (phase != "held all the time"))
             for phase, count in zip(parts, totals, strict=True)]
-    print("too large " + ", ".join(f"{phase} ({size(count)})" for phase, count in over if count > usable) + ". It would be")
+    too_large = ", ".join(f"{phase} ({size(count)})" for phase, count in over if count > usable)
+    print(f"too large {too_large}. It would be")
     for change, steps in remedies(config, setting):
         tried = [(value, peak(estimate(changed, other))) for value, changed, other in steps]
         enough = [pair for pair in tried if pair[1] <= usable]
