@@ -147,11 +147,3 @@ def test_c59_old_logprobs_are_the_behaviour_policys_own(monkeypatch, tmp_path, t
         assert (off < 1e-4) == (line["staleness"] == 0), line
     behaviour = [record["weights"] for record in sampled]
     assert all(torch.equal(behaviour[0], w) for w in behaviour[:3]) and not torch.equal(behaviour[2], behaviour[3])
-
-
-def test_one_pass_over_the_data_meets_every_example_once():
-    examples = list(range(10))
-    seen = [e for n in range(1, 6) for e in batch_examples(examples, n, count=4, seed=7)]
-    assert sorted(seen[:10]) == examples and sorted(seen[10:]) == examples
-    assert seen[:10] != seen[10:] and seen[:10] != examples
-    assert seen[:10] != [e for n in range(1, 4) for e in batch_examples(examples, n, count=4, seed=8)][:10]
