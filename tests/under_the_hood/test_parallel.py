@@ -1,7 +1,6 @@
-"""Two processes train the same model as one does: joined batches, equal gradients, streams of their own, a run that resumes.
+"""Two processes train the same model as one does: joined batches, equal gradients, streams of their own, a resumed run.
 
-The processes are real (torchrun, gloo). This file is also what they run: `torchrun tests/test_06_parallel.py FOLDER` puts what
-they find into FOLDER; the tests compare it with one process on the joined batch.
+The processes are real, over gloo. What two of them find is compared with one process on the joined batch.
 """
 
 import copy
@@ -13,12 +12,18 @@ import os
 import subprocess
 import sys
 
+import processes
 import pytest
 import torch
 from conftest import ROOT, build_digit_tokenizer, build_model
 
+from under_the_hood import evaluation, fast, parallel, pictures
+from under_the_hood.friends import training_batch
+from under_the_hood.models import load_model
+from under_the_hood.runs import load_checkpoint
+from under_the_hood.tasks import Example, Task, batch_examples, load_task
+
 lm = importlib.import_module("06_full_llm_training")
-parallel = importlib.import_module("parallel")
 
 P, K, L, T, V = 4, 4, 3, 6, 40  # prompts of the whole batch, responses to each, and the widths
 ROWS = ("grpo", "gmpo", "dr-grpo", "reinforce-plus-plus", "red-drop", "rep-opmd", "ep-grpo", "icpo", "aepo")
@@ -29,35 +34,38 @@ BUDGET = 30  # tokens in a pass: one long group, or two short ones
 def joined_batch() -> lm.Rollout:
     """Prompts 0 and 1 have short responses, 2 and 3 long ones (C56): the second process needs twice as many passes."""
     generator = torch.Generator().manual_seed(5)
-    lengths = torch.cat([torch.randint(1, 3, (2 * K,), generator=generator), torch.randint(4, T + 1, (2 * K,), generator=generator)])
+    lengths = torch.cat([torch.randint(low, high, (2 * K,), generator=generator) for low, high in ((1, 3), (4, T + 1))])
     mask = torch.arange(T) < lengths[:, None]
     tokens = torch.randint(3, V, (P * K, T), generator=generator).masked_fill(~mask, 0)
     old = (-torch.rand(P * K, T, generator=generator) * 4).masked_fill(~mask, 0)
     rewards = torch.tensor([[1.0, 0, 0, 1], [0, 0, 1, 0], [1, 1, 1, 0], [0, 1, 0, 0]])
-    return lm.Rollout(torch.randint(3, V, (P, L), generator=generator), torch.ones(P, L, dtype=torch.bool), tokens, mask, old,
-                      rewards, mask.all(1), 0, [], hinted=torch.arange(P * K) % K == K - 1)
+    prompt = torch.randint(3, V, (P, L), generator=generator)
+    return lm.Rollout(prompt, prompt > -1, tokens, mask, old, rewards, mask.all(1), 0, [],
+                      hinted=torch.arange(P * K) % K == K - 1)
 
 
 def share(batch, rank: int, size: int):
     """The part of a batch that one process holds."""
     rows = slice(rank * P * K // size, (rank + 1) * P * K // size)
     part = slice(rank * P // size, (rank + 1) * P // size)
-    return lm.Rollout(batch.prompt[part], batch.prompt_mask[part], batch.tokens[rows], batch.mask[rows], batch.old_logprobs[rows],
-                      batch.rewards[part], batch.truncated[rows], 0, [], hinted=batch.hinted[rows])
+    return lm.Rollout(batch.prompt[part], batch.prompt_mask[part], batch.tokens[rows], batch.mask[rows],
+                      batch.old_logprobs[rows], batch.rewards[part], batch.truncated[rows], 0, [],
+                      hinted=batch.hinted[rows])
 
 
-@functools.wraps(lm.token_logprobs)
+@functools.wraps(fast.token_logprobs)
 def logprobs_in_small_chunks(*arguments, **options):
-    return lm.token_logprobs(*arguments, chunk_size=3, **options)
+    return fast.token_logprobs(*arguments, chunk_size=3, **options)
 
 
-def one_step(row: str, batch, *, shard: bool = False, method=lm.token_logprobs, **flags):
+def one_step(row: str, batch, *, shard: bool = False, method=fast.token_logprobs, **flags):
     """(metrics, gradients, weights) of one training step from a fixed model."""
     model = build_model("qwen2", vocab_size=V)
     if shard:
         parallel.shard(model, method)
     flags = {"max_grad_norm": 1e9, **flags}
-    config = lm.Config(algorithm=row, prompts_per_step=P, group_size=K, max_new_tokens=T, micro_batch_tokens=BUDGET, **flags)
+    config = lm.Config(algorithm=row, prompts_per_step=P, group_size=K, max_new_tokens=T, micro_batch_tokens=BUDGET,
+                       **flags)
     if row != "icpo":
         batch = dataclasses.replace(batch, hinted=None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -76,7 +84,7 @@ def optimizer_state(*, shard: bool) -> dict:
     """AdamW's state after one step on the sum of all weights."""
     model = build_model("qwen2", vocab_size=V)
     if shard:
-        parallel.shard(model, lm.token_logprobs)
+        parallel.shard(model, fast.token_logprobs)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for i, parameter in enumerate(model.parameters()):
         parameter.grad = parameter.detach() * (i + 1)
@@ -84,14 +92,21 @@ def optimizer_state(*, shard: bool) -> dict:
     return parallel.optimizer_state(optimizer)
 
 
-def process(folder: str) -> None:
+def questions(model, tokenizer, task, config, generator):
+    """The first batch of a run, this process's share."""
+    algorithm = lm.find_algorithm(config.algorithm)
+    sample = functools.partial(lm.collect, model, tokenizer, config=config, version=0, generator=generator,
+                               algorithm=algorithm)
+    return training_batch(sample, task, 1, config, algorithm=algorithm)
+
+
+def process(folder) -> None:
     """What each of the two processes does."""
-    torch.set_num_threads(1)
     parallel.start(torch.device("cpu"))
     rank, found = parallel.rank(), {}
     found["gather"] = parallel.gather(torch.full((2 * rank + 1, 2), float(rank)))
     found["gather nothing"] = parallel.gather(torch.ones(rank, 3))
-    found["add_up"] = parallel.add_up(torch.tensor([1.0, rank]))
+    found["sum"] = parallel.all_reduce_sum(torch.tensor([1.0, rank]))
     found["largest"] = parallel.largest(3 - rank)
     parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (5, 3, 4, 1)]
     for i, parameter in enumerate(parameters[:3]):
@@ -104,46 +119,36 @@ def process(folder: str) -> None:
         if row != "aepo":
             found[f"{row}, sharded"] = one_step(row, share(joined_batch(), rank, 2), shard=True)
     for shard in (False, True):
-        found[f"clipped {shard}"] = one_step("grpo", share(joined_batch(), rank, 2), shard=shard, method=logprobs_in_small_chunks,
-                                             **CLIPPED)
+        found[f"clipped {shard}"] = one_step("grpo", share(joined_batch(), rank, 2), shard=shard,
+                                             method=logprobs_in_small_chunks, **CLIPPED)
     found["optimizer"] = optimizer_state(shard=True)
 
     tokenizer = build_digit_tokenizer()
     model = build_model("qwen2", vocab_size=len(tokenizer), eos_token_id=1, pad_token_id=0)
-    task = lm.Task("t", [lm.Example(f"{i:b}", "1", f"{i:b}") for i in range(8)], [])
+    task = Task("t", [Example(f"{i:b}", "1", f"{i:b}") for i in range(8)], [])
     for row in ("dapo", "icpo"):  # each process refills, or hints, for itself, as often as its own groups need it
         config = lm.Config(algorithm=row, prompts_per_step=P, group_size=K, max_new_tokens=T, refills=2)
-        trained, drawn = copy.deepcopy(model), torch.Generator().manual_seed(lm.process_seed(0))
-        batch = lm.training_batch(trained, tokenizer, task, 1, config, row=lm.find_algorithm(row), version=0, generator=drawn)
+        trained, drawn = copy.deepcopy(model), torch.Generator().manual_seed(parallel.own_seed(0))
+        batch = questions(trained, tokenizer, task, config, drawn)
         optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2)
         metrics = lm.train_step(trained, optimizer, batch, config, algorithm=lm.find_algorithm(row), generator=None)
         found[f"{row}, sampled"] = metrics, batch.rewards, trained.state_dict()
-    config = lm.Config(prompts_per_step=P, group_size=K, max_new_tokens=T)
-    sampling = torch.Generator().manual_seed(lm.process_seed(0))
-    batch = lm.training_batch(model, tokenizer, task, 1, config, row=lm.find_algorithm("grpo"), version=0, generator=sampling)
+    config = lm.Config(algorithm="grpo", prompts_per_step=P, group_size=K, max_new_tokens=T)
+    sampling = torch.Generator().manual_seed(parallel.own_seed(0))
+    batch = questions(model, tokenizer, task, config, sampling)
     found["questions"] = [sample["question"] for sample in batch.samples]
-    same = lm.generate(model, batch.prompt[:1] * 0 + 3, batch.prompt_mask[:1], group_size=8, max_new_tokens=12, temperature=1.0,
-                       eos_ids={1}, pad_id=0, generator=sampling)  # the same prompt in both processes
+    same = fast.generate(model, batch.prompt[:1] * 0 + 3, batch.prompt_mask[:1], group_size=8, max_new_tokens=12,
+                         temperature=1.0, eos_ids={1}, pad_id=0, generator=sampling)  # one prompt in both processes
     found["completions"] = same[0]
-    torch.save(found, f"{folder}/rank{rank}.pt")
+    torch.save(found, folder / f"rank{rank}.pt")
     parallel.stop()
-
-
-def torchrun(*arguments, processes: int = 2, timeout: int = 300):
-    """(exit status, output) of a run of `processes` processes."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
-                   "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", "0",
-                           "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", *map(str, arguments)],
-                          capture_output=True, text=True, timeout=timeout, env=environment, cwd=ROOT)
-    return done.returncode, done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    status, output = torchrun(__file__, folder)
-    assert status == 0, output
+    for status, output in processes.call_together(process, folder, folder=folder):
+        assert status == 0, output
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in (0, 1)]
 
 
@@ -151,17 +156,23 @@ def test_the_small_tools(found):
     for rank in found:
         assert rank["gather"].tolist() == [[0, 0], [1, 1], [1, 1], [1, 1]]  # 1 row of rank 0, 3 of rank 1
         assert rank["gather nothing"].tolist() == [[1, 1, 1]]
-        assert rank["add_up"].tolist() == [2, 1] and rank["largest"] == 3
+        assert rank["sum"].tolist() == [2, 1] and rank["largest"] == 3
         first, second, third, none = rank["add_gradients"]
-        assert first.tolist() == [3] * 5 and second.tolist() == [30] * 3 and third.tolist() == [300] * 4 and none is None
+        assert first.tolist() == [3] * 5 and second.tolist() == [30] * 3 and third.tolist() == [300] * 4
+        assert none is None
 
 
-@pytest.mark.parametrize("row, way", [(row, way) for row in ROWS for way in ("", ", sharded") if (row, way) != ("aepo", ", sharded")])
+@functools.cache
+def alone(row: str):
+    return one_step(row, joined_batch())
+
+
+@pytest.mark.parametrize("row, way", [(row, way) for row in ROWS for way in ("", ", sharded")
+                                      if (row, way) != ("aepo", ", sharded")])  # which samples from the policy: refused
 def test_two_processes_are_one_on_the_joined_batch(found, row, way):
-    """C14, C56: loss, gradient, metrics and the updated weights, though the processes' responses differ in length and in the
-    number of passes; and both processes end with the same weights, bit by bit."""
-    # aepo samples from the policy itself, which a sharded run refuses (tested below)
-    metrics, gradients, weights = one_step(row, joined_batch())
+    """C14, C56: loss, gradient and metrics, though the processes' responses differ in length and in the number of
+    passes; and both processes end with the same weights, bit by bit."""
+    metrics, gradients, _ = alone(row)
     for rank in found:
         two_metrics, two_gradients, two_weights = rank[f"{row}{way}"]
         assert two_metrics == pytest.approx(metrics, rel=2e-4, abs=2e-5)
@@ -174,10 +185,10 @@ def test_two_processes_are_one_on_the_joined_batch(found, row, way):
 @pytest.mark.parametrize("shard", [False, True])
 def test_the_whole_gradients_norm_is_clipped(found, shard):
     """Not that of a process's own gradients or shards; here the head runs in chunks, too."""
-    metrics, gradients, weights = one_step("grpo", joined_batch(), **CLIPPED)
+    metrics, gradients, _ = one_step("grpo", joined_batch(), **CLIPPED)
     assert metrics["grad_norm"] > 2 * CLIPPED["max_grad_norm"]
     for rank in found:
-        two_metrics, two_gradients, two_weights = rank[f"clipped {shard}"]
+        two_metrics, two_gradients, _ = rank[f"clipped {shard}"]
         assert two_metrics == pytest.approx(metrics, rel=2e-4, abs=2e-5)
         norm = torch.cat([gradient.flatten() for gradient in two_gradients.values()]).norm().item()
         assert norm == pytest.approx(CLIPPED["max_grad_norm"], rel=1e-3)
@@ -189,15 +200,15 @@ def test_only_rank_0_holds_the_whole_optimizer_state(found):
     expected = optimizer_state(shard=False)["state"]
     first, second = (rank["optimizer"]["state"] for rank in found)
     for i, state in expected.items():
-        assert torch.allclose(first[i]["exp_avg"], state["exp_avg"]) and torch.allclose(first[i]["exp_avg_sq"], state["exp_avg_sq"])
+        assert all(torch.allclose(first[i][name], state[name]) for name in ("exp_avg", "exp_avg_sq"))
         assert first[i]["step"] == second[i]["step"] == 1
         assert second[i]["exp_avg"] is None and second[i]["exp_avg_sq"] is None
 
 
 @pytest.mark.parametrize("row", ["dapo", "icpo"])
 def test_rows_that_sample_more_keep_the_processes_equal(found, row):
-    """A process may replace groups more often than the other; batches differ, the update and what is reported do not."""
-    (metrics, rewards, weights), (other_metrics, other_rewards, other_weights) = (rank[f"{row}, sampled"] for rank in found)
+    """One may replace groups more often than the other; batches differ, the update and what is reported do not."""
+    (metrics, rewards, weights), (other_metrics, other_rewards, other_weights) = (r[f"{row}, sampled"] for r in found)
     assert metrics == other_metrics and metrics["grad_norm"] > 0
     assert rewards.shape == other_rewards.shape == (P // 2, K)
     assert metrics["reward"] == pytest.approx(torch.cat([rewards, other_rewards]).mean().item())
@@ -210,41 +221,60 @@ def test_the_mean_of_the_processes_means_would_be_another_number():
     advantages = lm.group_advantages(batch.rewards).flatten()
     parts = [slice(0, 2 * K), slice(2 * K, 4 * K)]
     zero = torch.zeros(P * K, T)
-    losses = [lm.policy_loss(zero[rows] - 1, zero[rows], advantages[rows], batch.mask[rows], algorithm="reinforce")[0] for rows in parts]
-    together = lm.policy_loss(zero - 1, zero, advantages, batch.mask, algorithm="reinforce")[0]
+    together, *losses = [lm.policy_loss(zero[rows] - 1, zero[rows], advantages[rows], batch.mask[rows],
+                                        algorithm="reinforce")[0] for rows in (slice(None), *parts)]
     assert abs(sum(losses) / 2 - together) > 0.1 * abs(together)
 
 
 def test_processes_sample_different_responses_to_different_prompts(found):
     """C55: half of the batch's questions each, and other responses even to the same prompt."""
     first, second = found
-    task = [lm.Example(f"{i:b}", "1", f"{i:b}") for i in range(8)]
-    whole = [example.question for example in lm.batch_examples(task, 1, count=P, seed=0)]
+    task = [Example(f"{i:b}", "1", f"{i:b}") for i in range(8)]
+    whole = [example.question for example in batch_examples(task, 1, count=P, seed=0)]
     assert first["questions"] == whole[0::2] and second["questions"] == whole[1::2]
     width = min(first["completions"].shape[1], second["completions"].shape[1])
     assert not torch.equal(first["completions"][:, :width], second["completions"][:, :width])
 
 
-@pytest.mark.parametrize("shard", [[], ["--shard"]])
-def test_a_run_of_two_processes_stops_resumes_and_loads(tiny_run, tmp_path, shard):
-    """Two steps and a resumed third and fourth are the four steps of a straight run, line by line; then the model loads."""
+def run(argv):
+    """In the child: a run without its pictures."""
+    pictures.plot_run = lambda *arguments, **options: None
+    lm.main(argv)
+
+
+def torchrun(*arguments, size=2):
+    """(exit status, output) of 06 under PyTorch's launcher."""
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), "--rdzv-backend",
+                           "c10d", "--rdzv-endpoint", "localhost:0", ROOT / "06_full_llm_training.py", *arguments],
+                          check=False, capture_output=True, text=True, timeout=300, cwd=ROOT,
+                          env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
+    return [(done.returncode, done.stdout + done.stderr)]
+
+
+@pytest.mark.parametrize("shard", [[], ["--shard"]], ids=["replicas", "shards"])
+def test_a_run_of_two_processes_stops_resumes_and_loads(tiny_run, tmp_path, capsys, shard):
+    """Two steps and a resumed third and fourth are the four of a straight run, line by line; then the model loads.
+
+    The straight run of replicas is started by torchrun; the others are forked, with the environment that it gives.
+    """
     from transformers import AutoModelForCausalLM
 
     _, _, flags = tiny_run
     flags = [*flags, *shard, "--sync-interval", "3", "--sync-offset", "1", "--save-every", "2", "--eval-every", "1"]
-    script = ROOT / "06_full_llm_training.py"
     straight, parted = tmp_path / "straight", tmp_path / "parted"
     for out, steps, more in ((straight, 4, []), (parted, 2, []), (parted, 4, ["--resume"])):
-        status, output = torchrun(script, *flags, "--steps", steps, "--out", out, *more)
-        assert status == 0, output
+        argv = [*flags, "--steps", str(steps), "--out", str(out), *more]
+        ends = (torchrun(*argv) if out == straight and not shard
+                else processes.call_together(run, argv, folder=tmp_path))
+        assert all(status == 0 for status, _ in ends), ends
 
     def lines(out):
         rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         return [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in rows]
 
     assert [row["step"] for row in lines(parted)] == [0, 1, 2, 3, 4]
-    config = lm.parse_arguments([*flags, "--out", str(straight)])
-    alone = lm.evaluate(*lm.load_model(config.model, device="cpu"), lm.load_task(config), config)
+    config = lm.Config(**{**json.loads((straight / "config.json").read_text()), "shard": False})
+    alone = evaluation.evaluate(lm.collect, *load_model(config.model, device="cpu"), load_task(config), config)
     assert alone["eval_greedy"] == lines(straight)[0]["eval_greedy"]  # of all questions, not of one process's share
     assert lines(parted) == lines(straight)
     final = AutoModelForCausalLM.from_pretrained(parted / "model")
@@ -252,11 +282,34 @@ def test_a_run_of_two_processes_stops_resumes_and_loads(tiny_run, tmp_path, shar
     assert type(final).__name__ == "Qwen2ForCausalLM" and final.dtype == torch.float32
     for a, b in zip(final.state_dict().values(), again.state_dict().values(), strict=True):
         assert torch.equal(a, b)
+    saved = load_checkpoint(straight)["optimizer"]["state"]  # whole also where it was split
+    assert all(saved[i]["exp_avg"].shape == p.shape for i, p in enumerate(final.parameters()))
     if not shard:
-        alone = subprocess.run([sys.executable, script, *flags, "--steps", "6", "--out", parted, "--resume"], capture_output=True,
-                               text=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        assert alone.returncode == 2 and alone.stderr.count("\n") == 1
-        assert "saved by 2 processes" in alone.stderr and "--nproc-per-node" in alone.stderr
+        with pytest.raises(SystemExit) as stop:
+            lm.main([*flags, "--steps", "6", "--out", str(parted), "--resume"])
+        error = capsys.readouterr().err
+        assert stop.value.code == 2 and error.count("\n") == 1
+        assert "saved by 2 processes" in error and "--nproc-per-node" in error
+
+
+def fail_on_one(argv):
+    """In the child: a run whose reward fails on rank 1 only."""
+    lm.main([*argv, "--reward", f"test_parallel:{'works' if os.environ['RANK'] == '0' else 'fails'}"])
+
+
+def works(question, response, answer):
+    return 1.0
+
+
+def fails(question, response, answer):
+    raise RuntimeError("no more")
+
+
+def test_a_process_that_fails_ends_the_others_and_its_message_says_why(tiny_run, tmp_path):
+    (first, others), (status, own) = processes.call_together(
+        fail_on_one, [*tiny_run[2], "--steps", "1", "--out", str(tmp_path / "run")], folder=tmp_path)
+    assert status == 1 and "RuntimeError: no more" in own.splitlines()[-1], own
+    assert first == 1 and "stopped: another process failed" in others and "Traceback" not in others, others
 
 
 @pytest.mark.parametrize("flags, words", [
@@ -278,7 +331,3 @@ def test_shard_alone_is_refused(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         lm.main(["--shard"])
     assert "torchrun" in capsys.readouterr().err
-
-
-if __name__ == "__main__":
-    process(sys.argv[1])
