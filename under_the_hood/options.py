@@ -46,7 +46,8 @@ def validate(config, algorithms: dict, try_loss) -> None:
         require(not algorithms[name].graded or config.step_reward or config.task.startswith("addition"),
                 f"{name} must judge single steps; for --task {config.task} give it --step-reward module:function")
         require(not algorithms[name].worked_examples or config.group_size >= 3,
-                f"{name} needs --group-size 3 or more: one response with a worked example, and others to compare it with")
+                f"{name} needs --group-size 3 or more: one response with a worked example, "
+                "and others to compare it with")
     require(abs(config.seed) < 2**32, f"--seed is {config.seed}; it must be between -2^32 and 2^32")
     require(config.group_size >= 2,
             f"--group-size is {config.group_size}; a baseline needs at least 2 responses to a prompt")
