@@ -112,8 +112,8 @@ def describe(model_config):
 def saved_by_layer(shape, *, tokens: int, keys: int, pairs: int, width: int) -> int:
     """Bytes that autograd keeps of one decoder layer until its backward pass.
 
-    tokens: positions that run through it; keys: positions that attention reads, summed over the rows; pairs: query-key
-    pairs, likewise; width: bytes of a number in matrix products, 4 or 2. Norms and residual stream are always float32.
+    tokens: positions that run through it; keys: positions that attention reads, summed over the rows; pairs: of query
+    and key, likewise; width: bytes of a number in matrix products, 4 or 2. Norms and residual stream are float32.
 
         2 norms       the residual stream x, and x/rms, which the norm's weight is multiplied with
         their output  what q, k, v, gate and up read: in float32 they share it, in bfloat16 each has a cast of its own
@@ -166,7 +166,7 @@ def memory(config, shape, setting: Setting, *, whole_batch: bool = False) -> dic
     kept, layer_backward = shape.layers * layer, 3 * tokens * width * shape.intermediate  # gradients in the MLP
     logits = min(responses * new, max(1, CHUNK // shape.vocabulary)) * shape.vocabulary * FLOAT
     head_backward = 5 * logits + shape.vocabulary * shape.hidden * FLOAT  # logits, softmax, gradients; the head's own
-    gathered = shape.ends + 2 * (shape.parameters - shape.ends) // shape.layers  # this block and the next, ahead of time
+    gathered = shape.ends + 2 * (shape.parameters - shape.ends) // shape.layers  # this block and the next one
     matrices = {"weights gathered from the shards": gathered * width} if config.shard else casts
     if config.gradient_checkpointing:  # a layer's activations and matrices come and go as well
         kept, layer_backward = shape.layers * tokens * FLOAT * shape.hidden, layer + layer_backward
@@ -275,14 +275,15 @@ def longest_prompt(config, task, tokenizer, context):
 
 
 def dry_run(config, algorithm) -> int:
-    """--dry-run: print the plan of a run. Returns the exit status, 3 when it does not fit. algorithm: the row to run."""
+    """--dry-run: print the plan of a run of this row. Returns the exit status, 3 when the run does not fit."""
     if os.environ.get("RANK", "0") != "0":
         return 0  # torchrun started several of us
     model_config, tokenizer, source = find_model(config)
     try:
         shape = describe(model_config)
     except (ValueError, AttributeError) as error:
-        raise UserError(f"--model {config.model} is no ordinary decoder, so there is no plan: {one_line(error)}") from None
+        raise UserError(f"--model {config.model} is no ordinary decoder, so there is no plan: "
+                        f"{one_line(error)}") from None
     task, words = find_task(config)
     length, which = longest_prompt(config, task, tokenizer, shape.context)
     available, kind, device = device_of(config)
@@ -314,7 +315,8 @@ def dry_run(config, algorithm) -> int:
     needed = peak(parts)
     print(f"{size(needed):>14}  at the peak: what is held, and the largest of the rest, which take turns")
     own = sum([*parts["held all the time"].values()][3:])
-    print(f"disk      {size(3 * FLOAT * shape.parameters + own)} for a checkpoint, and as much again while the next is written")
+    print(f"disk      {size(3 * FLOAT * shape.parameters + own)} for a checkpoint, "
+          "and as much again while the next is written")
     if available == math.inf:
         print(f"device    {device}, of unknown memory: say how much there is with --device-memory GiB")
         return 0
