@@ -1,4 +1,4 @@
-"""The run directory: one writer, whole files, checkpoints that are resumed bit for bit, an orderly end on a signal."""
+"""The run directory: one writer, whole files, checkpoints that resume bit for bit, an orderly end on a signal."""
 
 import contextlib
 import json
@@ -38,7 +38,8 @@ METRICS = {  # what a line of metrics.jsonl says; --help ends with it
     "truncated": "share of responses cut off at --max-new-tokens",
     "completion_length": "mean length of a response, in tokens",
     "tokens_per_second": "response tokens of the batch per second of sampling and training",
-    "compute_gap_mean": "step 0, bfloat16 or --shard: |log π of the sampler − of the trainer| that the compute type makes, mean",
+    "compute_gap_mean": "step 0, bfloat16 or --shard: |log π of the sampler − of the trainer| that the compute type "
+                        "makes, mean",
     "compute_gap_max": "… the largest",
     "eval_accuracy": "mean reward on the held-out questions, sampled at --temperature",
     "eval_low": "lower end of its 95 % interval; the questions are the sample",
@@ -53,10 +54,10 @@ METRICS = {  # what a line of metrics.jsonl says; --help ends with it
 class Run:
     """One training run seen from its directory. `train` in 06 says what a step does; this says what is kept of it.
 
-        run = Run(config)                       refuses a directory that holds another run; .folder: a checkpoint's model
+        run = Run(config)                       refuses a directory with another run; .folder: a checkpoint's model
         run.attach(model, tokenizer, …)         what is saved and restored
         version, queue = run.begin(Rollout)     the checkpoint's, or (0, empty)
-        for step in run.steps(): with run.guard(step): …; run.record(metrics); run.save_when_due(step, version, queue)
+        for step in run.steps():                with run.guard(step): …; run.record(…); run.save_when_due(…)
         run.finish(started)                     model/ and curves.png; the result
     """
 
@@ -77,7 +78,7 @@ class Run:
         self.generators, self.copied = generators, sampler is not model
 
     def begin(self, Rollout):
-        """Restore the checkpoint, lock and tidy the directory. Returns the sampler's version and the queue of batches."""
+        """Restore the checkpoint, lock and tidy the directory. Returns the sampler's version and the queue."""
         version, queue = self._restore(Rollout) if self.state else (0, deque())
         parallel.barrier()  # all have seen what --out holds
         if self.main_process:
@@ -110,7 +111,7 @@ class Run:
         return state["version"], deque(Rollout(**parallel.move(batch, device)) for batch in mine["queue"])
 
     def steps(self):
-        """The steps that are left, with a progress bar; meanwhile signals are collected instead of ending the process."""
+        """The steps that are left, with a progress bar. Meanwhile signals are collected and do not end the process."""
         from tqdm import tqdm
 
         steps = range(self.first_step, self.config.steps + 1)
@@ -134,7 +135,8 @@ class Run:
             self.board.flush()
 
     def save(self, step: int, version: int, queue) -> None:
-        mine = {"queue": [parallel.move(vars(batch), "cpu") for batch in queue], "random": random_state(*self.generators)}
+        mine = {"queue": [parallel.move(vars(batch), "cpu") for batch in queue],
+                "random": random_state(*self.generators)}
         saved = {"version": version, "optimizer": parallel.optimizer_state(self.optimizer),
                  "processes": parallel.gather_objects(mine),
                  "sampler": (parallel.move(self.sampler.state_dict(), "cpu")
@@ -157,13 +159,13 @@ class Run:
         if abs(metrics["loss"]) < 0.01 < metrics["grad_norm"] and not self.explained:
             self.explained = True
             self.progress.write(f"step {step}: loss ≈ 0 ({metrics['loss']:.4f}) and gradient norm > 0 "
-                                f"({metrics['grad_norm']:.2f}) is normal: advantages sum to 0 in a group. Watch reward and "
-                                "eval_accuracy instead.")
+                                f"({metrics['grad_norm']:.2f}) is normal: advantages sum to 0 in a group. "
+                                "Watch reward and eval_accuracy instead.")
         if self.signals and step < self.config.steps:
             raise RunStopped(f"by {self.signals[0]} after step {step}; continue with --resume --out {self.out}")
 
     def finish(self, started: float) -> dict:
-        """Write model/ and curves.png. Returns accuracy before and after, its interval, and seconds; {} on other ranks."""
+        """Write model/ and curves.png. Returns accuracy before and after, its interval, seconds; {} on other ranks."""
         with self.guard(self.config.steps):
             final = parallel.ordinary_model(self.model, self.sampler)
             if not self.main_process:
@@ -184,7 +186,7 @@ def redraw_seconds() -> float:
 
 
 def write_text(path, text: str) -> None:
-    """Write a file whole or not at all: into a temporary neighbour, flushed to the disk, then renamed over the target."""
+    """Write a file whole or not at all: into a temporary neighbour, flushed to disk, then renamed over the target."""
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f"unfinished-{path.name}-{os.getpid()}")
@@ -204,7 +206,7 @@ def clear_run(out: pathlib.Path) -> None:
 
 
 def lock_run_directory(out: pathlib.Path):
-    """Lock the run directory: a second run in it would ruin the first. The system frees the lock when the process ends."""
+    """Lock the run directory, since a second run in it would ruin the first. The lock ends with the process."""
     out.mkdir(parents=True, exist_ok=True)
     file = open(out / ".lock", "w")
     with contextlib.suppress(ImportError):  # Windows has no fcntl
@@ -268,7 +270,7 @@ def replace_folder(target: pathlib.Path, fill) -> None:
         discard(target)
         os.rename(scratch, target)
         flush_to_disk(target.parent)
-    except Exception as error:  # a full disk is an OSError, a RuntimeError or a SafetensorError, depending on who writes
+    except Exception as error:  # a full disk: OSError, RuntimeError or SafetensorError, depending on who writes
         raise OSError(f"cannot write {target} ({one_line(error)})") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -283,10 +285,10 @@ def discard(folder: pathlib.Path) -> None:
 
 
 def save_checkpoint(out: pathlib.Path, step: int, model, tokenizer, state: dict) -> None:
-    """Write out/checkpoint/step-N: a model for from_pretrained plus trainer.pt. Older ones go only when it is complete."""
+    """Write out/checkpoint/step-N: a model for from_pretrained plus trainer.pt; then remove the older checkpoints."""
     if not all(torch.isfinite(parameter).all() for parameter in model.parameters()):
         raise FloatingPointError("the weights are not finite, so they are not saved")
-    for name in ("metrics.jsonl", "samples.jsonl"):  # the lines up to this step must reach the disk before the checkpoint
+    for name in ("metrics.jsonl", "samples.jsonl"):  # their lines must reach the disk before the checkpoint does
         if (out / name).exists():
             flush_to_disk(out / name)
     target = out / "checkpoint" / f"step-{step:06d}"
@@ -331,8 +333,9 @@ def stopping_in_order(step: int, out: pathlib.Path):
 def random_state(*generators) -> dict:
     """Every generator's state: our own, and the global ones that a user's reward may draw from."""
     kind, keys, *rest = np.random.get_state()
-    return {"generators": [g.get_state() for g in generators], "torch": torch.get_rng_state(), "python": random.getstate(),
-            "numpy": (kind, keys.tolist(), *rest), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
+    return {"generators": [g.get_state() for g in generators],
+            "torch": torch.get_rng_state(), "python": random.getstate(), "numpy": (kind, keys.tolist(), *rest),
+            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
 
 
 def restore_random(state: dict, *generators) -> None:
@@ -357,7 +360,7 @@ def interruptions():
         arrived.append(signal.Signals(number).name)
         if arrived[-1] != "SIGHUP":  # a closing terminal may send that one twice
             signal.signal(number, previous[number])
-        with contextlib.suppress(OSError):  # the terminal may be gone; os.write, since print may not interrupt a print
+        with contextlib.suppress(OSError):  # the terminal may be gone; not print, which may not interrupt a print
             os.write(2, f"\n{arrived[-1]}: finishing this step and saving it; once more to stop at once\n".encode())
 
     if threading.current_thread() is threading.main_thread():
