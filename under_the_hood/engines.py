@@ -1,4 +1,4 @@
-"""Which engine samples and scores, and the proof, before a run starts, that both describe one distribution on this model."""
+"""Which engine samples and scores, and the check, before a run, that both describe one distribution on this model."""
 
 from dataclasses import replace
 
@@ -15,8 +15,8 @@ TOLERANCE = 1e-3  # nats, in float32; right implementations differ by 1e-6 to 1e
 def choose_engine(model, tokenizer, task, config, engines: dict):
     """The configuration with --engine decided. engines: name → (generate, token_logprobs).
 
-    auto tries paged on a GPU, then fast, then plain, then uncached (recurrent models need one of the last two), and takes
-    the first that passes the self-check. UserError, with the last one's reason, when none does.
+    auto tries paged on a GPU, then fast, then plain, then uncached (recurrent models need one of the last two), and
+    takes the first that passes the self-check. UserError, with the last one's reason, when none does.
     """
     names = [config.engine]
     if config.engine == "auto":
@@ -26,7 +26,7 @@ def choose_engine(model, tokenizer, task, config, engines: dict):
         try:
             self_check(model, tokenizer, task, config, engines[name])
             return replace(config, engine=name)
-        except Exception as error:  # whatever an architecture that an engine does not know may raise
+        except Exception as error:  # an engine may raise anything on an architecture that it does not know
             reason = one_line(error)
         if name == "paged":
             model.set_attn_implementation(attention)
@@ -38,15 +38,16 @@ def choose_engine(model, tokenizer, task, config, engines: dict):
 def self_check(model, tokenizer, task, config, engine) -> float:
     """Sample a few responses, score them again, and hold both against the model's own logits of single, unpadded rows.
 
-    Without it a wrong temperature, position, mask or head would go unnoticed, and every ratio would differ from 1 before the
-    first update. It meets questions short and long, every sampling temperature, every way that the trainer may take, and
-    gradient checkpointing where that is on; always in float32. Returns the largest difference, in nats.
+    Without it a wrong temperature, position, mask or head would go unnoticed, and every ratio would differ from 1
+    before the first update. It tries short and long questions, every sampling temperature, every way that the trainer
+    may take, and gradient checkpointing where that is on; always in float32. Returns the largest difference, in nats.
     """
     generate, token_logprobs = engine
     ways = [{"way": way} for way in fast.ways(model)] if token_logprobs is fast.token_logprobs else [{}]
     settings, worst = sampling_settings(model, tokenizer, config), 0.0
     for prompt, prompt_mask in probes(model, tokenizer, task, config):
-        for temperature in [config.temperature * heat for heat in ((1, 1.2, 0.8) if config.algorithm == "aepo" else (1,))]:
+        heats = (1, 1.2, 0.8) if config.algorithm == "aepo" else (1,)
+        for temperature in [config.temperature * heat for heat in heats]:
             generator = torch.Generator(model.device).manual_seed(0)
             with torch.no_grad():
                 tokens, mask, old = generate(model, prompt, prompt_mask, temperature=temperature, generator=generator,
@@ -71,19 +72,21 @@ def self_check(model, tokenizer, task, config, engine) -> float:
 def compute_gap(sampler, token_logprobs, tokenizer, task, config, engine) -> dict:
     """What bfloat16 and sharding change: |Δ log π| between sampler and trainer as the run will use them, as metrics.
 
-    Nothing in float32 with whole weights, where the self-check has said all.
+    Nothing in float32 with whole weights: the self-check has measured that already.
     """
     with torch.no_grad(), autocast(config, sampler.device) as cast:
         if not (cast or config.shard):
             return {}
         prompt, prompt_mask = next(probes(sampler, tokenizer, task, config))
-        tokens, mask, old = engine[0](sampler, prompt, prompt_mask, temperature=config.temperature, generator=torch.Generator(
-            sampler.device).manual_seed(0), **sampling_settings(sampler, tokenizer, config))
+        generator = torch.Generator(sampler.device).manual_seed(0)
+        tokens, mask, old = engine[0](sampler, prompt, prompt_mask, temperature=config.temperature, generator=generator,
+                                      **sampling_settings(sampler, tokenizer, config))
         new, _ = token_logprobs(prompt, tokens, prompt_mask=prompt_mask, mask=mask, temperature=config.temperature)
     gap = (new - old).abs()[mask]
     parallel.print_rank0(f"as this run computes, sampler and trainer differ by {gap.mean():.1e} nats on average, "
                          f"{gap.max():.1e} at most")
-    require(bool(cast) or gap.max().item() <= TOLERANCE, f"with --shard, log-probabilities differ by {gap.max():.2g} nats")
+    require(bool(cast) or gap.max().item() <= TOLERANCE,
+            f"with --shard, log-probabilities differ by {gap.max():.2g} nats")
     return {"compute_gap_mean": gap.mean().item(), "compute_gap_max": gap.max().item()}
 
 
@@ -93,8 +96,10 @@ def sampling_settings(model, tokenizer, config) -> dict:
 
 
 def probes(model, tokenizer, task, config):
-    """(prompt, prompt_mask) of four questions, the shortest and the longest among them; and, where the run can get there, of
-    random tokens: one prompt longer than a layer's sliding window, and a short one."""
+    """Yield (prompt, prompt_mask) of up to four questions, the shortest and the longest among them.
+
+    Where a run can exceed a layer's sliding window, also of random tokens: one prompt longer than it, and a short one.
+    """
     by_length = sorted(task.train[:256], key=lambda example: len(example.question))
     examples = list(dict.fromkeys([by_length[0], by_length[-1], *task.train[:2]]))
     prompt, prompt_mask = encode_prompts(tokenizer, examples, device=model.device)
@@ -103,8 +108,9 @@ def probes(model, tokenizer, task, config):
     if window < prompt.shape[1] + config.max_new_tokens:
         width = min(window + 3, context_length(model) - config.max_new_tokens)
         generator = torch.Generator().manual_seed(0)
-        rows = torch.randint(model.get_input_embeddings().num_embeddings, (2, width), generator=generator).to(model.device)
-        yield rows, torch.arange(width, device=model.device) >= torch.tensor([[0], [max(0, width - 3)]], device=model.device)
+        rows = torch.randint(model.get_input_embeddings().num_embeddings, (2, width), generator=generator)
+        starts = torch.tensor([[0], [max(0, width - 3)]], device=model.device)
+        yield rows.to(model.device), torch.arange(width, device=model.device) >= starts
 
 
 def single_rows(model, prompt, prompt_mask, tokens, mask, *, temperature):
