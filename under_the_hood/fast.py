@@ -233,10 +233,10 @@ class BodyOutput(dict):
 
 
 def logits_of(model, states):
-    """The logits that the model makes of hidden states, (N, H) → (N, V): its own forward pass, with its body passed over.
+    """The logits that the model makes of hidden states, (N, H) → (N, V): its own forward pass without its body.
 
-    Gemma caps the logits behind the head, Granite and Cohere scale them, BERT has layers of its own there: only the model's
-    forward pass knows. A model that does not call its body, so that it cannot be passed over, is a ValueError.
+    The head alone is not enough: Gemma caps the logits, Granite and Cohere scale them, BERT has more layers there. So
+    the model's forward pass runs with a body that returns `states`. ValueError: the model does not call its body.
     """
     calls, bodies = [], {model.base_model, model.get_decoder()} - {model}
 
@@ -260,13 +260,13 @@ def _chosen_logprobs(model, states, targets, *, temperature):
     logits = logits_of(model, states).float()
     logits = logits / temperature if temperature != 1 else logits
     chosen, log_normaliser = LogSoftmaxAt.apply(logits, targets)
-    with torch.no_grad():  # last, since a recomputation in the backward pass stops when the gradient has what it needs
+    with torch.no_grad():  # last: a recomputation in the backward pass stops when the gradient has what it needs
         entropy = log_normaliser - (logits - log_normaliser[:, None]).exp_().mul_(logits).sum(-1)
     return chosen, entropy
 
 
 class LogSoftmaxAt(torch.autograd.Function):
-    """log softmax(logits) at one token of each row, and the log-normaliser without a gradient: (N, V), (N,) → 2 × (N,).
+    """log softmax(logits) at one token of each row, (N, V), (N,) → (N,), and the log-normaliser without a gradient.
 
     Its gradient, onehot − softmax, takes one more array of the logits' size; autograd would take several for it.
     """
