@@ -19,13 +19,14 @@ from under_the_hood.tasks import addition_examples, digits_of, worked_steps
 
 
 def load_model(name: str, *, device, cache_dir=None, task: str = "addition"):
-    """(model, tokenizer) in float32 and eval mode, with a pad token. `name`: tiny, hub name, directory or .gguf file."""
+    """(model, tokenizer) in float32 and eval mode, with a pad token. name: built in, hub, directory or .gguf file."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # one bar is enough, and it is ours
     if name in BUILT_IN:
-        return load_model(str(built_in_model(built_in_digits(task), cache_dir, name=name, device=device)), device=device)
+        folder = built_in_model(built_in_digits(task), cache_dir, name=name, device=device)
+        return load_model(str(folder), device=device)
     path, options = pathlib.Path(name), {}
     if name.endswith(".gguf"):
         require(path.is_file(), f"--model {name}: no such file")
@@ -48,7 +49,7 @@ def load_model(name: str, *, device, cache_dir=None, task: str = "addition"):
     known = range(model.get_input_embeddings().num_embeddings)
     special = {tokenizer.pad_token_id, tokenizer.unk_token_id}  # some tokenizer classes invent one beyond it
     if tokenizer.pad_token_id not in known:
-        tokenizer.pad_token = tokenizer.eos_token  # harmless: every mask here comes from lengths, never from the pad id
+        tokenizer.pad_token = tokenizer.eos_token  # harmless: masks come from lengths, never from the pad id
     require(tokenizer.pad_token_id in known,
             f"--model {path}: its tokenizer has neither a pad nor an end-of-text token that the model knows; "
             "name one in tokenizer_config.json")
@@ -60,7 +61,7 @@ def load_model(name: str, *, device, cache_dir=None, task: str = "addition"):
 
 
 def leave_out_auxiliary_loss(model) -> None:
-    """The loss that balances the experts of a mixture is no part of the policy gradient, whatever the checkpoint asks for."""
+    """Switch off the loss that balances a mixture's experts: it is no part of the policy gradient."""
     if hasattr(model.config, "output_router_logits"):
         model.config.output_router_logits = False
 
@@ -129,7 +130,7 @@ def decode(tokenizer, tokens, mask) -> list:
 
 
 def drop_long_prompts(task, model, tokenizer, config):
-    """The task without the questions longer than --max-prompt-tokens, or too long to leave room for --max-new-tokens."""
+    """The task without questions longer than --max-prompt-tokens, or too long to leave room for --max-new-tokens."""
     context = context_length(model)
     limit = min(config.max_prompt_tokens, context - config.max_new_tokens)
     require(limit > 0, f"--max-new-tokens {config.max_new_tokens} leaves no room for a prompt "
@@ -180,7 +181,7 @@ def in_eval_mode(function):
     """Run function(model, …) in eval mode, and leave the model in the mode it was in.
 
     In training mode dropout would make the trainer's log-probabilities differ from the sampler's, and with gradient
-    checkpointing a model uses no cache. The exception is gradient checkpointing while gradients are wanted: it acts in
+    checkpointing a model uses no cache. One exception: gradient checkpointing while gradients are wanted. It acts in
     training mode only, and the backward pass recomputes in that mode, too. So the model is put into training mode and
     stays there; `recompute_activations` has removed its dropout.
     """
@@ -266,7 +267,8 @@ TINY = {"hidden_size": 96, "intermediate_size": 320, "num_hidden_layers": 3, "nu
 
 
 SMALL = {**TINY, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8,
-         "num_key_value_heads": 8, "max_position_embeddings": 128, "steps": {4: 800}, "batch": 512, "learning_rate": 1e-3}
+         "num_key_value_heads": 8, "max_position_embeddings": 128, "steps": {4: 800}, "batch": 512,
+         "learning_rate": 1e-3}
 
 
 BUILT_IN = {"tiny": TINY, "small": SMALL}
