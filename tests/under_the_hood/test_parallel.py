@@ -244,9 +244,10 @@ def run(argv):
 
 def torchrun(*arguments, size=2):
     """(exit status, output) of 06 under PyTorch's launcher."""
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), "--rdzv-backend",
-                           "c10d", "--rdzv-endpoint", "localhost:0", ROOT / "06_full_llm_training.py", *arguments],
-                          check=False, capture_output=True, text=True, timeout=300, cwd=ROOT,
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), "--rdzv-backend", "c10d",
+                "--rdzv-endpoint", "localhost:0"]
+    done = subprocess.run([*launcher, ROOT / "06_full_llm_training.py", *arguments], check=False, capture_output=True,
+                          text=True, timeout=300, cwd=ROOT,
                           env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
     return [(done.returncode, done.stdout + done.stderr)]
 
