@@ -238,7 +238,7 @@ def test_bfloat16_is_asked_for_and_weights_stay_float32():
 
 
 def test_a_model_is_made_that_writes_steps(tmp_path, monkeypatch):
-    """Narrow and after few steps it is no good yet, but it expects worked steps more than other texts of these letters."""
+    """Narrow and after few steps it is no good yet, but it expects worked steps more than others of these letters."""
     recipe = {**SMALL, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2,
               "num_key_value_heads": 2, "steps": {4: 40}, "batch": 32, "learning_rate": 5e-3}
     monkeypatch.setitem(models.BUILT_IN, "small", recipe)
