@@ -23,10 +23,10 @@ BEHAVIOUR = torch.tensor([0.3, 0.6, 0.1], dtype=torch.float64)  # π_b, who made
 
 # %% [markdown]
 # ## 1. The surrogate objective
-# In iteration t of training the policy is π_t, the *anchor*. For one prompt we want a policy near it with more reward:
+# The policy in iteration t is π_t, the *anchor*. For one prompt we want a policy π near it that earns more reward r:
 #
 #     maximise   J(π) = Σ_y π(y)·r(y) − τ·KL(π ‖ π_t),      KL(π ‖ π_t) = Σ_y π(y)·log(π(y)/π_t(y)).             (3.1)
-# Its maximiser can be read off once J is a single KL. Join the two sums, with r = τ·log exp(r/τ):
+# where y runs over all responses. Written as a single KL, J shows its maximiser. Join the sums, r = τ·log exp(r/τ):
 #
 #     J(π) = τ·Σ_y π(y)·[ log exp(r(y)/τ) + log π_t(y) − log π(y) ]
 #          = τ·Σ_y π(y)·log[ π_t(y)·exp(r(y)/τ) / π(y) ].
@@ -276,7 +276,7 @@ value = torch.softmax(time[:, None] * drift, -1) @ REWARDS
 lesson.check("J at ηt = 0, 10, 1000", value[[0, 1000, 100000]], [0.6, 0.830138, 0.8], 1e-6)
 lesson.check("J peaks at ηt, with J", [time[value.argmax()], value.max()], [13.2, 0.835], 0.02)
 runs = {"fixed data": train_bandit(BEHAVIOUR, steps=1000),
-        "weighted by the ratio": train_bandit(torch.ones_like(BEHAVIOUR) / 3, steps=1000, refresh_every=1),  # (3.14)
+        "fixed, with the ratio": train_bandit(torch.ones_like(BEHAVIOUR) / 3, steps=1000, refresh_every=1),  # (3.14)
         "refreshed every 10 steps": train_bandit(BEHAVIOUR, steps=1000, refresh_every=10),
         "refreshed every 50 steps": train_bandit(BEHAVIOUR, steps=1000, refresh_every=50)}
 lesson.check(f"J after 1000 steps: {', '.join(runs)}", [run[-1] for run in runs.values()], [0.8, 1, 1, 1], 2e-3)
@@ -290,7 +290,7 @@ if lesson.draws:
     black = {"color": "black", "linestyle": "-."}, {"color": "black", "linestyle": ":"}
     for (name, run), style in zip(runs.items(), (method_style("reinforce"), method_style("reinforce-is"), *black)):
         left.plot(range(1, 1001), run[1:], label=name, **style)
-    left.set(title="On these data REINFORCE ends on arm 2, at .8", xlabel="steps (η = 1)", xscale="log",
+    left.set(title="Fixed data: REINFORCE ends on arm 2, J = .8", xlabel="steps (η = 1)", xscale="log",
              ylabel="expected reward J", ylim=(0.6, 1.02))
     for name, lead in leads.items():
         right.plot(q[2:], lead[2:], label=name)
