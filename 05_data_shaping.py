@@ -4,8 +4,9 @@ Claim. Lesson 03 allowed any data, so the data may be chosen. RED-Drop leaves re
 ones more. Both are weights on the pairs of lesson 03's loss, but for one extra term in RED-Weight: imitation of the
 good responses. On a policy's own samples that term is only a matter of pace. On other data it is what helps.
 
-Run it:   python 05_data_shaping.py     (5 seconds; --quick: 3; it also opens as a notebook; three pictures)
-Before:   lesson 04 changed the update and took the data as they came. Here the update stays plain REINFORCE.
+Run       python 05_data_shaping.py [--quick] [--seed N] [--claims]      or  --exercise 1  (2, 3)
+You see   seven sections of numbers, each checked where it is made, and three figures; about 5 seconds on a laptop.
+Before    Lesson 04 changed the update and took the data as they came. Here the update stays plain REINFORCE.
 """
 # %% Setup
 import math
@@ -23,9 +24,9 @@ TWO_OF_EIGHT = (torch.arange(8) < 2).double()                   # a group: two r
 
 # %% [markdown]
 # ## 1. Weights on the pairs, and RED-Drop
-# Lesson 03 compared every pair of a group: K responses to one prompt, with rewards r_i. Write ℓ_i = log π_θ(y_i), π_t
-# for the policy before the step, and a_i = r_i − τ·(ℓ_i − log π_t(y_i)). At the optimum all a_i are equal, whoever
-# sampled the pair. So nothing forbids us to care more about some pairs than about others, with w_ij = w_ji ≥ 0:
+# Lesson 03 compared every pair of a group: K responses y_i to one prompt, with rewards r_i. Write ℓ_i = log π_θ(y_i),
+# π_t for the policy before the step, τ for the pull towards it, and a_i = r_i − τ·(ℓ_i − log π_t(y_i)). At the optimum
+# π* all a_i are equal, whoever sampled the pair. So some pairs may count more than others, with w_ij = w_ji ≥ 0:
 #
 #     L̂_w = (1/K²) Σ_{i<j} w_ij·(a_i − a_j)² / (1+τ)²
 # One gradient step from θ_t, where a_i = r_i and ∇a_i = −τ·∇ℓ_i:
@@ -90,8 +91,8 @@ lesson.say("Under any weights π* keeps the loss 0. RED-Drop is REINFORCE on a b
 
 # %% [markdown]
 # ## 2. RED-Weight: pairs, and imitation
-# RED-Weight multiplies each advantage A_i = r_i − r̄ by w_i = exp(A_i/T), but keeps the PLAIN mean r̄ as baseline. That
-# is not (5.2). How far from it is it? Write r_i − r̄ = (r_i − r̄_w) + (r̄_w − r̄):
+# RED-Weight multiplies each advantage A_i = r_i − r̄ by w_i = exp(A_i/T), T a temperature, but keeps the PLAIN mean r̄
+# as baseline. That is not (5.2). How far from it is it? Write r_i − r̄ = (r_i − r̄_w) + (r̄_w − r̄):
 #
 #     (1/K) Σ w_i·A_i·∇ℓ_i  =  (1/K) Σ w_i·(r_i − r̄_w)·∇ℓ_i  +  (r̄_w − r̄)·(1/K) Σ w_i·∇ℓ_i              (5.4)
 #                              (5.2): REINFORCE on pairs        imitation of the group, of good ones most
@@ -183,7 +184,7 @@ lesson.say("Long wrong answers pull the whole group down; this T gives the good 
 # score ∇ℓ has the mean Σ_right π·∇log π / p = ∇p/p; over wrong ones −∇p/(1−p), because Σ π·∇log π = 0. A shaped
 # advantage sees rewards only. So a group with k right answers contributes on average
 #
-#     (1/K)·( ΣA over the right / p − ΣA over the wrong / (1−p) )·∇p,
+#     (1/K)·[ (ΣA over the right)/p − (ΣA over the wrong)/(1−p) ]·∇p,
 # and averaged over k, which is binomial, the expected update is g(p)·∇p with a mere NUMBER g(p).          (5.7)
 # Shaping sets the pace of each prompt. It can turn the step only where rewards have more than two values.
 #
@@ -234,8 +235,7 @@ lesson.check("P(method 1) after 200 steps of REINFORCE, RED-Drop (before: ¼)",
              [learned[name][-1][0] for name in ("REINFORCE", "RED-Drop")], [0.25, 0.25])
 
 
-def style_of(name):
-    """One look for each method; RED-Weight at another temperature is thinner, with open markers."""
+def style_of(name):  # RED-Weight at another temperature is thinner, with open markers
     method = "red-weight-oneside" if "clipped" in name else name.split(",")[0].lower()
     thin = {"linewidth": 1, "markerfacecolor": "white"} if "T = ." in name else {}
     return method_style(method, points=6) | {"label": name} | thin
@@ -262,15 +262,16 @@ lesson.say("On own samples shaping is REINFORCE at another pace; on borrowed one
 # μ = E_b r = .58. On infinitely many data RED-Weight moves the logits by
 #
 #     θ' = Σ_y π_b(y)·w_y·A_y·(e_y − π_θ) = c − κ·π_θ,      c = π_b·w·A,      κ = Σ c.                     (5.8)
-# Without weights κ = Σ π_b·(r − μ) = 0: nothing brakes the arm with the largest c, and that is arm 2, the wrong one.
-# (Nor in RED-Drop, whose advantages sum to 0 in each group.)
-# With them κ = Cov_b(w, r) > 0, the imitation of section 3: it brakes each arm in proportion to its probability.
+# Without weights, and in RED-Drop, κ = 0 as advantages sum to 0: nothing brakes the arm with the largest c, here arm 2,
+# the wrong one. With weights κ = Cov_b(w, r) > 0, the imitation of (5.4): it brakes each arm by its probability.
+#
 # Where does it stop? All arms that live on must in the end move at one speed λ, and an arm that dies must be slower:
 # c_i − κ·π_i = λ where π_i > 0, and c_i ≤ λ where π_i = 0. In one line
 #
 #     π_i = max(c_i − λ, 0)/κ,      with the λ that makes Σ π_i = 1.                                       (5.9)
-# The same conditions describe the point of the simplex (π ≥ 0, Σ π = 1) nearest to c/κ: along ½·|π − c/κ|² + (λ/κ)·Σ π
-# the slope π_i − c_i/κ + λ/κ must be 0 where π_i > 0 and ≥ 0 where π_i = 0. So the limit is a projection; call it q.
+# The same conditions describe the point of the simplex (π ≥ 0, Σ π = 1) nearest to c/κ: there ½·|π − c/κ|² has one
+# slope π_i − c_i/κ = −λ/κ for all π_i > 0, and at least that for π_i = 0. So the limit is a projection; call it q.
+#
 # Training does get there. V = KL(q ‖ π_θ) = log Σ e^θ − q·θ + a constant, so
 #
 #     V' = (π_θ − q)·θ' = (π_θ − q)·(c − κ·q) − κ·|π_θ − q|²  ≤  − κ·|π_θ − q|².
@@ -281,8 +282,7 @@ lesson.say("On own samples shaping is REINFORCE at another pace; on borrowed one
 # .042·e^{.42/T} > .087·e^{−.58/T}, so T < 1/ln(87/42) ≈ 1.37. It leads if c_3 > c_2: T < .2/ln(22/7) ≈ .175.
 
 # %%
-def red_weight_pull(temperature):
-    """c of (5.8) for the bandit: (3,)."""
+def red_weight_pull(temperature):  # c of (5.8) for the bandit
     advantages = REWARDS - BEHAVIOUR @ REWARDS
     return BEHAVIOUR * red_weight(advantages, temperature=temperature) * advantages
 
@@ -322,7 +322,7 @@ if lesson.draws:
             ylabel="probability in the end", xticks=[0.1, 0.3, 1, 3], xticklabels=[0.1, 0.3, 1, 3])
     for name, path in paths.items():
         way.plot(path[:101] @ REWARDS, **style_of(name))
-    way.set(title="So J ends above arm 2's reward, .8", xlabel="step", ylabel="expected reward J")
+    way.set(title="Its J ends above arm 2's reward, .8", xlabel="step", ylabel="expected reward J")
     way.legend(loc="lower right")
     lesson.save_figure(fig, "05_bandit")
 lesson.say("Fixed data pull REINFORCE to the wrong arm. Imitation is a brake, and a low T lets the right arm live.")
@@ -388,7 +388,8 @@ if lesson.draws:
     fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3,
                title="bars: 95 % interval of the last value. On fresh data RED-Weight, T = 1, is the same clipped")
     lesson.save_figure(fig, "05_stale_world")
-lesson.say("It is the imitation that helps. A low T costs on fresh data; a clip hurts where nothing is ever refreshed.")
+lesson.say("It is the imitation that helps. Against the paper, RED-Drop falls behind GRPO when refreshed every 20 "
+           "steps. A low T costs on fresh data, and a clip where nothing is ever refreshed.")
 
 # %% [markdown]
 # ## 7. Friends that shape the data
@@ -441,8 +442,7 @@ def check_temperature(temperature_for):
 
 
 EXERCISES = {
-    1: ("Rewards (1, .6, .6, 0, 0): how many responses does RED-Drop keep?", 5,
-        "Their mean is .44: three positives, two negatives, so nothing is dropped."),
+    1: ("Rewards (1, .6, .6, 0, 0): how many does RED-Drop keep?", 5, "Mean .44: 3 positives, 2 negatives, none goes."),
     2: ("A policy trains on its own samples, rewards 0 or 1. Does RED-Weight turn its expected update? yes or no", "no",
         "(5.7): it is g(p)·∇p for every shaping by reward; only the pace changes."),
     3: ("The T at which a group, a share success_rate of its rewards 1 and the others 0, has the weighted mean target.",

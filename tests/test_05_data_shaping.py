@@ -199,7 +199,8 @@ def test_a_hot_red_weight_is_reinforce_and_its_imitation_dies_like_var_over_t():
     rewards = random(8, seed=4)
     w = lesson.red_weight(rewards - rewards.mean(), temperature=1e6)
     assert (w - 1).abs().max() < 1e-6
-    assert 1e6 * float(w @ rewards / w.sum() - rewards.mean()) == pytest.approx(float(rewards.var(correction=0)), abs=1e-6)
+    shift = float(w @ rewards / w.sum() - rewards.mean())
+    assert 1e6 * shift == pytest.approx(float(rewards.var(correction=0)), abs=1e-6)
     w = lesson.red_weight(lesson.less_mean(lesson.TWO_OF_EIGHT))
     assert float(w @ lesson.TWO_OF_EIGHT / w.sum()) == pytest.approx(0.4753668864, abs=1e-10)  # paper, section RED
 
@@ -411,7 +412,8 @@ def test_sgpo_and_the_weight_of_hinted_tokens():
     other = lesson.graded_reward(torch.tensor(0.6, dtype=torch.float64), steepness=10, centre=0.4)
     assert float(other) == pytest.approx(1 / (1 + math.e**-2))
     weights = lesson.hint_weight(tensor([0.1, 1.0, 0.0]))
-    assert weights.tolist() == pytest.approx([0.5, 10 / 11, 0.0]) and lesson.hint_weight(1e-9) / 1e-9 == pytest.approx(10)
+    assert weights.tolist() == pytest.approx([0.5, 10 / 11, 0.0])
+    assert lesson.hint_weight(1e-9) / 1e-9 == pytest.approx(10)
     assert lesson.hint_weight(0.3, smoothing=0.2) == pytest.approx(0.6)
 
 
@@ -445,7 +447,8 @@ def test_the_methods_are_what_their_names_say():
     right_and_wrong = {name: (float(a[0]), float(a[-1])) for name, a in advantages.items()}
     for name, want in {
         "REINFORCE": (0.75, -0.25), "GRPO": (1.732047, -0.577349), RED_WEIGHT: (1.587750, -0.194700),
-        "RED-Weight, T = .3": (0.75 * math.exp(2.5), -0.25 * math.exp(-1 / 1.2)), "RED-Weight, clipped": (1.587750, -0.194700),
+        "RED-Weight, T = .3": (0.75 * math.exp(2.5), -0.25 * math.exp(-1 / 1.2)),
+        "RED-Weight, clipped": (1.587750, -0.194700),
         # r̄_w = .4753669: w·(r − r̄_w), and A + w·(r̄_w − r̄)
         "pairs": (math.exp(0.75) * 0.5246331, -math.exp(-0.25) * 0.4753669),
         "REINFORCE + imitation": (0.75 + math.exp(0.75) * 0.2253669, -0.25 + math.exp(-0.25) * 0.2253669),
@@ -457,7 +460,7 @@ def test_the_methods_are_what_their_names_say():
 
 @pytest.mark.parametrize("setting, name", [("refreshed every 20 steps", "GRPO"), ("10 batches late", "REINFORCE"),
                                            ("never refreshed", "RED-Weight, clipped")])
-def test_training_is_lesson_04s_loss_on_that_data(setting, name, monkeypatch):
+def test_training_is_lesson_04s_loss_on_that_data(setting, name):
     # The same worlds and responses, rec_loss of lesson 04, and the gradient of every step must agree.
     earlier, world = importlib.import_module("04_regularization"), importlib.import_module("stale_world")
     shaping, clip = lesson.METHODS[name]
@@ -512,12 +515,15 @@ def test_quick_run_prints_a_narrow_page_and_draws(tmp_path):
     assert names == {"05_own_data.png", "05_bandit.png", "05_stale_world.png"}
 
 
-RIGHT = "import math\ndef temperature_for(p, target):\n    return 1 / (math.log(target / (1 - target)) - math.log(p / (1 - p)))\n"
+RIGHT = """import math
+def temperature_for(p, target):
+    return 1 / (math.log(target / (1 - target)) - math.log(p / (1 - p)))
+"""
 
 
 @pytest.mark.parametrize("number, answer, code", [
-    (1, "5", 0), (1, "4", 1), (2, "no", 0), (2, "yes", 1), (3, RIGHT, 0), (3, RIGHT.replace("- math.log(p", "+ math.log(p"), 1)])
-def test_exercises_tell_right_from_wrong(tmp_path, number, answer, code, monkeypatch):
+    (1, "5", 0), (1, "4", 1), (2, "no", 0), (2, "yes", 1), (3, RIGHT, 0), (3, RIGHT.replace("- p", "+ p"), 1)])
+def test_exercises_tell_right_from_wrong(tmp_path, number, answer, code):
     utils = importlib.import_module("utils")
     if number == 3:
         (tmp_path / "answer.py").write_text(answer, encoding="utf-8")
