@@ -56,6 +56,7 @@ from under_the_hood.engines import choose_engine, compute_gap
 from under_the_hood.errors import RunStopped, UserError, one_line
 from under_the_hood.exercises import EXERCISES
 from under_the_hood.friends import adaptive_temperature, hint_weight
+from under_the_hood.lora import add_adapters
 from under_the_hood.models import (autocast, autocast_dtype, copy_for_sampling, decode, drop_long_prompts,
                                    encode_prompts, in_eval_mode, load_model, model_inputs, next_cache,
                                    recompute_activations, stop_ids)
@@ -123,6 +124,7 @@ class TrainingOptions:
     max_grad_norm: float = option(1.0, "clip the gradient's global L2 norm to this")
     temperature: float = option(1.0, "divides the logits, when sampling and in the loss alike")
     max_new_tokens: int = option(8, "longest response, in tokens")
+    lora_rank: int = option(0, "train only adapters of this rank, through peft: less memory", "0, all weights train")
     micro_batch_tokens: int = option(16384, "prompt + response tokens in one forward and backward pass")
     seed: int = option(0, "seed of data order, sampling and random dropping")
     device: str = option("auto", "auto, cpu, cuda or mps")
@@ -649,17 +651,19 @@ def train(config: Config) -> dict:
     seed_everything(parallel.own_seed(config.seed))  # for a reward of the user's; what is drawn here has own generators
     with parallel.main_process_first():
         task = load_task(config)
-        model, tokenizer = load_model(run.folder or config.model, device=device, cache_dir=config.cache_dir,
-                                      task=config.task)
+        model, tokenizer = load_model(config.model if config.lora_rank or run.is_new else run.folder, device=device,
+                                      cache_dir=config.cache_dir, task=config.task)
     task = drop_long_prompts(task, model, tokenizer, config)
+    if config.lora_rank:
+        add_adapters(model, rank=config.lora_rank, folder=run.folder)
     if config.gradient_checkpointing:
         recompute_activations(model)
     config = choose_engine(model, tokenizer, task, config, ENGINES)
     sampler = copy_for_sampling(model, config)
     if config.shard:
         parallel.shard(model, fast.token_logprobs, compute_dtype=autocast_dtype(config, device))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=0.0,
-                                  fused=device.type != "mps")
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=config.learning_rate, weight_decay=0.0, fused=device.type != "mps")
     sampling = torch.Generator(device).manual_seed(parallel.own_seed(config.seed))
     dropping = torch.Generator().manual_seed(config.seed)  # decided for the whole batch, alike in all processes
     run.attach(model, tokenizer, sampler, optimizer, sampling, dropping)

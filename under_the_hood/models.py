@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from under_the_hood import parallel
+from under_the_hood import lora, parallel
 from under_the_hood.errors import UserError, one_line, require
 from under_the_hood.runs import redraw_seconds, replace_folder
 from under_the_hood.tasks import addition_examples, digits_of, worked_steps
@@ -377,6 +377,8 @@ def copy_for_sampling(model, config):
     cuda = model.device.type == "cuda"
     if not (config.sync_interval > 1 or config.offline or config.shard or (config.engine == "paged" and cuda)):
         return model
+    if lora.has_adapters(model):
+        return lora.copy_of_adapters(model)
     sampler = copy.deepcopy(model)
     # The weights alone: in bfloat16 the rotary frequencies, which are buffers, would be wrong at far positions.
     for weight in sampler.parameters() if cuda else ():

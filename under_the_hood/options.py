@@ -63,7 +63,7 @@ def validate(config, algorithms: dict, try_loss) -> None:
         value = getattr(config, name)
         require(value is None or 0 < value < math.inf,
                 f"--{name.replace('_', '-')} is {value}; it must be positive and finite")
-    for name in ("eps_low", "eps_high", "outer_low", "outer_high", "tau", "beta", "calibrate", "refills"):
+    for name in ("eps_low", "eps_high", "outer_low", "outer_high", "tau", "beta", "calibrate", "refills", "lora_rank"):
         value = getattr(config, name)
         require(value is None or 0 <= value < math.inf, f"--{name.replace('_', '-')} is {value}; it must be 0 or more")
     require(config.dtype in ("auto", "float32", "bfloat16"),
@@ -84,6 +84,7 @@ def validate(config, algorithms: dict, try_loss) -> None:
                 "and small adds 4, with its steps (addition-steps)")
     require(config.model != "small" or config.max_new_tokens >= 40,
             f"--max-new-tokens is {config.max_new_tokens}; worked steps need 40")
+    require(not (config.shard and config.lora_rank), "--lora-rank leaves little to split; leave --shard out")
     require(not config.shard or processes > 1,
             "--shard splits a model over processes; start them with torchrun --nproc-per-node N "
             "06_full_llm_training.py …")
@@ -136,4 +137,4 @@ def parse_arguments(Config, groups, description: str, metrics: dict, argv=None):
 
 # A resumed run must keep these: with another value it would be another run.
 OF_THE_RUN = ("model", "task", "reward", "eval_questions", "group_size", "prompts_per_step", "sync_interval", "sync_offset",
-              "offline", "seed", "reward_noise", "step_reward", "algorithm", "temperature", "max_new_tokens")
+              "offline", "seed", "reward_noise", "step_reward", "algorithm", "temperature", "max_new_tokens", "lora_rank")

@@ -231,7 +231,8 @@ def copy_weights(source, target) -> None:
     """
     destination = target.state_dict()
     for name, weight in source.state_dict().items():
-        destination[name].copy_(whole(weight))
+        if is_sharded(source) or destination[name].data_ptr() != weight.data_ptr():  # under LoRA they share frozen weights
+            destination[name].copy_(whole(weight))
 
 
 def optimizer_state(optimizer) -> dict:

@@ -85,6 +85,7 @@ def find_model(config):
 def describe(model_config):
     """The numbers that the estimates need, counted on a model without storage. ValueError: it is no causal decoder."""
     from transformers import AutoModelForCausalLM
+    from transformers.pytorch_utils import Conv1D  # GPT-2's linear layer
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config)
@@ -93,6 +94,8 @@ def describe(model_config):
     matrices = {id(module.weight): module.weight.numel() for module in model.modules()
                 if getattr(module, "weight", None) is not None and module.weight.dim() == 2
                 and not isinstance(module, torch.nn.Embedding)}
+    sides = sum(sum(module.weight.shape) for module in model.base_model.modules()
+                if isinstance(module, (torch.nn.Linear, Conv1D)))
     heads, hidden = model_config.num_attention_heads, model_config.hidden_size
     kv_heads = getattr(model_config, "num_key_value_heads", None)  # Llama and its kin say how many; GPT-2 does not
     head_size = getattr(model_config, "head_dim", None) or hidden // heads
@@ -100,6 +103,7 @@ def describe(model_config):
     return types.SimpleNamespace(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         ends=sum(ends.values()), matrices=sum(matrices.values()),  # embedding and head; what matrix products read
+        adapter_sides=sides,  # numbers of an adapter of rank 1 beside every matrix but the head
         layers=model_config.num_hidden_layers, hidden=hidden, heads=heads, vocabulary=model_config.vocab_size,
         intermediate=intermediate or 4 * hidden,
         queries=heads * head_size, keys=(kv_heads or heads) * head_size, gated=kv_heads is not None,
@@ -137,14 +141,18 @@ def memory(config, shape, setting: Setting, *, whole_batch: bool = False) -> dic
     """
     length, width, new, group = setting.length, setting.width, config.max_new_tokens, config.group_size
     prompts, narrow = math.ceil(config.prompts_per_step / setting.processes), width < FLOAT
-    held = shape.parameters * FLOAT // (setting.processes if config.shard else 1)
-    own = config.sync_interval > 1 or config.offline or config.shard or (setting.cuda and config.engine != "plain")
-    own_width = width if setting.cuda and own else FLOAT  # otherwise the sampler is the policy itself
+    trained = config.lora_rank * shape.adapter_sides or shape.parameters  # all that train under LoRA are the adapters
+    adapters = trained if config.lora_rank else 0
+    split = setting.processes if config.shard else 1
+    paged = setting.cuda and config.engine in ("auto", "paged")
+    own = config.sync_interval > 1 or config.offline or config.shard or paged
+    own_width = width if setting.cuda and own and not adapters else FLOAT  # otherwise the policy's own weights sample
     casts = {"bfloat16 copies of the matrices": shape.matrices * width} if narrow else {}  # autocast keeps them
-    parts = {"weights, float32": held, "gradients, float32": held, "AdamW's two moments, float32": 2 * held}
+    parts = {"weights, float32": (shape.parameters + adapters) * FLOAT // split,
+             "gradients, float32": trained * FLOAT // split, "AdamW's two moments, float32": 2 * trained * FLOAT // split}
     if own:
         precision = "bfloat16" if own_width == 2 else "float32"
-        parts[f"the sampler's own weights, {precision}"] = shape.parameters * own_width
+        parts[f"the sampler's own weights, {precision}"] = trained * own_width
 
     questions = min(64, math.ceil(config.eval_questions / setting.processes))  # asked at a time in an evaluation
     rows = max(prompts * group, questions * config.eval_samples)
@@ -315,7 +323,8 @@ def dry_run(config, algorithm) -> int:
     needed = peak(parts)
     print(f"{size(needed):>14}  at the peak: what is held, and the largest of the rest, which take turns")
     own = sum([*parts["held all the time"].values()][3:])
-    print(f"disk      {size(3 * FLOAT * shape.parameters + own)} for a checkpoint, "
+    trained = config.lora_rank * shape.adapter_sides or shape.parameters
+    print(f"disk      {size(3 * FLOAT * trained + own)} for a checkpoint, "
           "and as much again while the next is written")
     if available == math.inf:
         print(f"device    {device}, of unknown memory: say how much there is with --device-memory GiB")

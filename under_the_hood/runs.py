@@ -15,7 +15,7 @@ from collections import deque
 import numpy as np
 import torch
 
-from under_the_hood import parallel
+from under_the_hood import lora, parallel
 from under_the_hood.errors import RunStopped, UserError, one_line, require
 from under_the_hood.pictures import plot_run
 
@@ -105,7 +105,7 @@ class Run:
         parallel.load_optimizer_state(self.optimizer, state.pop("optimizer"))
         self.optimizer.param_groups[0]["lr"] = self.config.learning_rate  # a flag given with --resume counts
         if (weights := state.pop("sampler")) and self.copied:  # else it was the policy itself
-            self.sampler.load_state_dict(weights)
+            self.sampler.load_state_dict(weights, strict=not lora.has_adapters(self.sampler))
         restore_random(mine["random"], *self.generators)
         self.first_step = state["step"] + 1
         return state["version"], deque(Rollout(**parallel.move(batch, device)) for batch in mine["queue"])
@@ -139,7 +139,7 @@ class Run:
                 "random": random_state(*self.generators)}
         saved = {"version": version, "optimizer": parallel.optimizer_state(self.optimizer),
                  "processes": parallel.gather_objects(mine),
-                 "sampler": (parallel.move(self.sampler.state_dict(), "cpu")
+                 "sampler": (parallel.move(lora.own_state(self.sampler), "cpu")
                              if self.copied and self.main_process else None)}
         policy = parallel.ordinary_model(self.model, self.sampler)
         if self.main_process:
@@ -170,6 +170,9 @@ class Run:
             final = parallel.ordinary_model(self.model, self.sampler)
             if not self.main_process:
                 return {}
+            if lora.has_adapters(final):
+                replace_folder(self.out / "adapter", lambda folder: lora.save(self.model, folder))
+                final = lora.merged(final)
             replace_folder(self.out / "model",
                            lambda folder: (final.save_pretrained(folder), self.tokenizer.save_pretrained(folder)))
             history = read_metrics(self.out)
@@ -199,7 +202,7 @@ def write_text(path, text: str) -> None:
 
 def clear_run(out: pathlib.Path) -> None:
     """Remove what an earlier run has left in the run directory."""
-    for folder in ("checkpoint", "model", "tensorboard"):
+    for folder in ("checkpoint", "model", "adapter", "tensorboard"):
         discard(out / folder)
     for name in ("curves.png", "samples.jsonl", "metrics.jsonl"):
         (out / name).unlink(missing_ok=True)
@@ -294,7 +297,7 @@ def save_checkpoint(out: pathlib.Path, step: int, model, tokenizer, state: dict)
     target = out / "checkpoint" / f"step-{step:06d}"
 
     def fill(scratch):
-        model.save_pretrained(scratch)
+        lora.save(model, scratch)
         tokenizer.save_pretrained(scratch)
         torch.save({"step": step, **state}, scratch / "trainer.pt")
 
