@@ -22,6 +22,7 @@ import os
 import pathlib
 import sys
 import tempfile
+import threading
 
 import numpy as np
 
@@ -101,6 +102,11 @@ def cell_key(cell, *, steps: int) -> str:
     return hashlib.sha256(json.dumps([*versions, *values]).encode()).hexdigest()[:12]
 
 
+def end_with_parent() -> None:
+    """In each process of the pool: a killed grid leaves none behind."""
+    threading.Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
+
+
 def run_cell(cell, steps: int, cache_dir: str) -> list:
     """Train one cell and return its rows of the table."""
     import torch
@@ -145,7 +151,7 @@ def train_grid(name: str, *, seeds: int, steps: int, jobs: int, cache_dir: str) 
     missing = [cell for cell in cells if cell_key(cell, steps=steps) not in finished]
     for task in {cell_settings(cell, steps=steps)["task"] for cell in missing}:
         built_in_model(built_in_digits(task), cache_dir)  # once, before every process would make it
-    with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with concurrent.futures.ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), end_with_parent) as pool:
         running = [pool.submit(run_cell, cell, steps, cache_dir) for cell in missing]
         for done in tqdm(concurrent.futures.as_completed(running), initial=len(cells) - len(missing), total=len(cells),
                          desc=f"runs of the {name} grid"):

@@ -8,20 +8,20 @@ from utils import METHODS, figure, method_style, save_figure
 PLAIN, CLIPPED, WIDE = "reinforce", "rec-oneside-nois", "rec-oneside-nois (.6,2)"
 CURVES = {  # figure → its claim, rows and settings, and the message that goes with one verdict
     "paper_rec": ("P2", (PLAIN, "reinforce-is", "grpo", "rec-oneside-is", CLIPPED, WIDE), STALE,
-                  ("holds", "Stale data: plain REINFORCE falls behind; all that clip or weigh by the ratio learn on")),
+                  ("holds", "Stale data: plain REINFORCE falls back; whatever clips, or weighs by the ratio, learns on")),
     "paper_learning_rate": ("P4", (CLIPPED, "rec-oneside-nois 5×lr", WIDE), STALE,
                             ("not resolved", "10 batches late, a wider clip beats a 5 times larger step; elsewhere it is open")),
     "paper_red": ("P6", (PLAIN, "red-drop", "red-weight-adaptive", "red-weight", "red-weight-oneside", "grpo"), tuple(WORDS),
-                  ("does not hold", "Dropping wrong answers falls with REINFORCE on stale data;\nweighting right ones up does not fall")),
+                  ("does not hold", "Stale data: dropping wrong answers, or adaptive weights, fall like REINFORCE; plain weights do not")),
     "paper_rep": ("P7", (PLAIN, "rep-opmd", "rep-asymre", CLIPPED), tuple(WORDS),
-                  ("holds", "A penalty on the distance from the sampler keeps stale REINFORCE from falling, as clipping does")),
+                  ("holds", "A penalty on the distance from the sampler stabilises REINFORCE on stale data, too")),
 }
 
 
 def titled(claims: dict, claim: str, message: tuple, seeds: int) -> str:
     """The message, if it was written for the verdict that the runs give; else the claim itself."""
     verdict = claims[claim]["verdict"]
-    return f"{message[1] if message[0] == verdict else claims[claim]['claim']}\n{claim}: {verdict}; mean of {seeds} seeds, 95 % band"
+    return f"{message[1] if message[0] == verdict else claims[claim]['claim']}\n{claim}: {verdict}; mean and 95 % interval of {seeds} seeds"
 
 
 def draw_bands(axis, x, rows: dict) -> None:
@@ -40,13 +40,17 @@ def legend_below(fig, axis, columns: int) -> None:
 def draw_curves(grid, name: str, rows, settings, title: str, directory) -> None:
     """One panel per setting, one learning curve per row."""
     shape = (2, 2) if len(settings) == 4 else (len(settings), 1)
-    fig, axes = figure(*shape, width=9.0 / shape[0], height=3.0, sharey=True, squeeze=False)
+    fig, axes = figure(*shape, width=9.0 / shape[0], height=3.3 if len(settings) == 4 else 3.8, sharey=True, squeeze=False)
     for axis, setting in zip(axes.flat, settings):
         draw_bands(axis, curves(grid, rows[0], setting)[0], {row: curves(grid, row, setting)[1] for row in rows})
+        ends = np.array([final(grid, row, setting).mean() for row in rows])
+        together = max(((ends >= end) & (ends < end + 0.03)).sum() for end in ends)
+        if together > 2:  # lines that lie on each other
+            axis.text(0.03, 0.05, f"{together} of {len(rows)} end within .03 of each other", transform=axis.transAxes, fontsize=9)
         axis.set(title=WORDS[setting], xlabel="training step", xticks=range(0, 121, 30))
     for axis in axes[:, 0]:
         axis.set_ylabel("held-out accuracy")
-    legend_below(fig, axes.flat[-1], 3)
+    legend_below(fig, axes.flat[-1], 4 if len(rows) == 4 else 3)
     fig.suptitle(title)
     save_figure(fig, directory, name)
 
@@ -63,10 +67,10 @@ def draw_shapes(grid, directory, title: str) -> None:
             style = method_style(row, points=1)
             axis.plot([low, high], [i, i], color=style["color"], linewidth=2.5, linestyle="-")
             axis.plot(mean, i, color=style["color"], marker=style["marker"], markersize=9)
-            axis.text(mean, i - 0.2, f"{mean:+.1f}", ha="center", fontsize=9)
-        axis.set(title=WORDS[setting], yticks=range(4), ylim=(3.6, -0.7), xticks=range(-15, 6, 5))
-        axis.set_yticklabels([row.removeprefix("rec-").replace("-nois", "").replace("-is", ", with IS") for row in rows])
-    fig.supxlabel("points of accuracy at the end, minus those of one-side clipping; grey: the margin of 3 points", fontsize=10)
+            axis.text(mean, i - 0.2, f"{mean:+.1f}".replace("-", "−"), ha="center", fontsize=9)
+        axis.set(title=WORDS[setting], yticks=range(4), ylim=(3.6, -0.7), xticks=range(-15, 6, 5), xlim=(-16, 6))
+        axis.set_yticklabels([row.removeprefix("rec-").replace("-nois", "").replace("-is", ", with IS").replace("two", "two-") for row in rows])
+    fig.supxlabel("points of accuracy at the end, minus those of one-side clipping (grey: within the margin of 3)", fontsize=10)
     fig.suptitle(title)
     save_figure(fig, directory, "paper_clip_shape")
 
@@ -91,12 +95,12 @@ def draw_kl(grid, directory) -> None:
     axis.axhline(loss, color="black", linewidth=1, linestyle="--")
     x, y = (np.concatenate([p[i] for p in points.values()]) for i in (0, 1))
     for near, place in ((x <= limit, 0.011), (x > limit, 0.115)):
-        axis.text(place, 11, f"{(near & (y > loss)).sum()} of {near.sum()} runs\nlost more than\n{loss} points", fontsize=12, va="center")
+        axis.text(place, 15, f"{(near & (y > loss)).sum()} of {near.sum()} runs\nlost more than\n{loss} points", fontsize=12, va="center")
     axis.text(limit * 0.95, 23.3, "near the sampler", ha="right", fontsize=11)
     axis.text(limit * 1.05, 23.3, "far from it", fontsize=11)
     axis.set(xscale="log", xticks=[0.01, 0.1, 1], xticklabels=["0.01", "0.1", "1"], ylim=(-1, 25),
              xlabel="largest KL(sampler ‖ policy) on the way, nats per token", ylabel="points of accuracy lost since the peak")
-    axis.set_title(f"Who stays near the sampler loses nothing again ({len(x)} runs on stale data)", fontsize=12, pad=10)
+    axis.set_title(f"Who stays near the sampler keeps what was learned ({len(x)} runs on stale data)", fontsize=12, pad=10)
     legend_below(fig, axis, 3)
     save_figure(fig, directory, "paper_kl")
 
@@ -110,7 +114,7 @@ def draw_staleness(grid, directory, intervals, rows) -> None:
         axis.plot(intervals, bands[:, 0], label=row, **style)
     plain, clipped = (np.array([final(grid, row, f"({i},0)").mean() for i in intervals]) for row in (PLAIN, CLIPPED))
     axis.set(xscale="log", xticks=intervals, xticklabels=intervals, xlabel="training steps between two refreshes of the sampler",
-             ylabel="held-out accuracy at the end")
+             ylabel="held-out accuracy at the end,\n95 % interval of 3 to 5 seeds")
     axis.minorticks_off()
     axis.set_title(f"Plain REINFORCE needs fresh data: {plain[0]:.2f} there, {plain.min():.2f} when refreshed every "
                    f"{intervals[plain.argmin()]} steps.\nWith clipping it is never below {clipped.min():.2f}", fontsize=12)
@@ -125,9 +129,10 @@ def draw_compare(grid, directory) -> None:
     steps = curves(grid, PLAIN, setting)[0]
     draw_bands(axes[0], steps, {row: curves(grid, row, setting)[1] for row in rows})
     draw_bands(axes[1], steps[1:], {row: curves(grid, row, setting, "kl_old")[1][:, 1:] for row in rows})
-    axes[0].set(title="what it has learned", ylabel="held-out accuracy", xlabel="training step", xticks=range(0, 121, 30))
-    axes[1].set(title="how far it is from its sampler", ylabel="KL(sampler ‖ policy), nats per token", xlabel="training step",
-                xticks=range(0, 121, 30), ylim=(0, None))
+    for axis, title in zip(axes, ("held-out accuracy", "KL(sampler ‖ policy), nats per token")):
+        axis.set(title=title, xlabel="training step; sampler refreshed every 20", xticks=range(0, 121, 30))
+    axes[1].set_ylim(bottom=0)
+    axes[1].text(120, 0.035, "grpo and rec-oneside-nois coincide", fontsize=9, ha="right")
     start, *ends = [curves(grid, PLAIN, setting)[1][:, 0].mean(), *(final(grid, row, setting).mean() for row in rows)]
     legend_below(fig, axes[0], 3)
     fig.suptitle(f"On data up to 19 updates old, REINFORCE ends where it began ({start:.2f} → {ends[0]:.2f});\nclipping learns on, "
