@@ -1,4 +1,4 @@
-"""What the benchmarks share: the training script, a count of floating-point operations, this machine in words, result files."""
+"""What the benchmarks share: the training script, counts of operations, this machine in words, result files."""
 
 import importlib
 import importlib.metadata
@@ -22,10 +22,10 @@ torch = lm.torch
 
 
 def forward_flops(model, *, tokens: int, pairs: int, logits: int) -> int:
-    """Floating-point operations of one forward pass: 2 per weight and token, and 2 + 2 per channel of a head and (query, key) pair.
+    """Floating-point operations of a forward pass: 2 per weight and token, 4 per (query, key) pair and head channel.
 
-    tokens run through the body, pairs: (query, key) pairs under the causal mask, logits: positions that reach the head. Norms,
-    activations, softmax and the rotation of positions are left out, as is usual.
+    tokens: that run through the body; pairs: (query, key) pairs under the causal mask; logits: positions that reach
+    the head. Norms, activations, softmax and the rotation of positions are left out, as is usual.
     """
     config = model.config.get_text_config()
     weights = sum(m.weight.numel() for m in model.base_model.modules() if isinstance(m, torch.nn.Linear))
@@ -35,15 +35,16 @@ def forward_flops(model, *, tokens: int, pairs: int, logits: int) -> int:
 
 
 def step_flops(model, prompt_lengths, response_lengths) -> dict:
-    """The work of one on-policy step, {"collect", "train"}, as token counts (P,), (P, K) give it: no padding, no prompt twice.
+    """The work of one on-policy step, {"collect", "train"}, from the token counts (P,), (P, K); no padding counts.
 
-    A prompt runs once for its group. The last token of a response predicts nothing, so it does not run. A backward pass costs
-    twice its forward pass. Each response counts in full; where responses begin alike, 06 does less than this.
+    A prompt runs once for its group. The last token of a response predicts nothing, so it does not run. A backward
+    pass costs twice its forward pass. Each response counts in full; where responses begin alike, 06 does less.
     """
     prompt, response = prompt_lengths.long(), response_lengths.long()
     inputs = response - 1
-    body = {"tokens": int(prompt.sum() + inputs.sum()),
-            "pairs": int((prompt * (prompt + 1) // 2).sum() + (inputs * prompt[:, None] + inputs * (inputs + 1) // 2).sum())}
+    prompt_pairs = (prompt * (prompt + 1) // 2).sum()
+    response_pairs = (inputs * prompt[:, None] + inputs * (inputs + 1) // 2).sum()
+    body = {"tokens": int(prompt.sum() + inputs.sum()), "pairs": int(prompt_pairs + response_pairs)}
     return {"collect": forward_flops(model, **body, logits=len(prompt) + int(inputs.sum())),
             "train": 3 * forward_flops(model, **body, logits=int(response.sum()))}
 
@@ -62,9 +63,9 @@ def matrix_rate(device="cpu", *, size: int = 2048, dtype=None, repeats: int = 9)
 
 
 def products_seconds(model, *, tokens: int, backward: bool, repeats: int = 9) -> float:
-    """Seconds of the matrix products of the linear layers in the body of `model`, one after the other, on so many tokens at once.
+    """Seconds of the matrix products of the body's linear layers, one after the other, on so many tokens at once.
 
-    backward: the two products of the backward pass, too. The median of some runs; attention, the head, and all that stands
+    backward: the two products of the backward pass, too. The median of some runs. Attention, the head and all that is
     between the products are left out.
     """
     weights = [module.weight.detach() for module in model.base_model.modules() if isinstance(module, torch.nn.Linear)]
@@ -106,9 +107,10 @@ def random_model(*, vocab_size: int, hidden_size: int, layers: int, heads: int, 
     """A Qwen2 with random float32 weights and tied embeddings. It ends no response: no id is its end of text."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    config = Qwen2Config(vocab_size=vocab_size, hidden_size=hidden_size, num_hidden_layers=layers, num_attention_heads=heads,
-                         num_key_value_heads=kv_heads, intermediate_size=intermediate_size, max_position_embeddings=context,
-                         tie_word_embeddings=True, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    config = Qwen2Config(
+        vocab_size=vocab_size, hidden_size=hidden_size, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, intermediate_size=intermediate_size, max_position_embeddings=context,
+        tie_word_embeddings=True, bos_token_id=None, eos_token_id=None, pad_token_id=None)
     torch.manual_seed(seed)
     with torch.device(device):
         return Qwen2ForCausalLM(config).eval()
@@ -126,7 +128,8 @@ def machine(device="cpu") -> dict:
         except importlib.metadata.PackageNotFoundError:
             versions[package] = None
     device = torch.device(device)
-    return {"cpu": cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), "python": platform.python_version(),
+    return {"cpu": cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads(),
+            "python": platform.python_version(),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu", **versions}
 
 
