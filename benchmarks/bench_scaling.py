@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""How the time of a step grows with group size, response length, prompt length and vocabulary, collecting and training apart.
+"""How the time of a step grows with group size, response length, prompt length and vocabulary.
 
-A small random Qwen2 answers random questions; no response ends early, so that every size is what it says. One quantity grows
-while the others keep their base value. The exponent is the slope of log seconds over log size: 1 means twice the size, twice the
-time. It is fitted to the upper half of the sizes, where fixed costs hide least of it.
+Collecting and training are timed apart. A small random Qwen2 answers random questions; no response ends early, so that
+each has the full length. One quantity grows while the others keep their base value. The exponent is the slope of log
+seconds over log size: 1 means twice the size, twice the time. It is fitted to the upper half of the sizes, where fixed
+costs hide least of it.
 
 Run:  python benchmarks/bench_scaling.py          about two minutes on 2 idle cores
 """
@@ -15,7 +16,8 @@ import statistics
 from harness import RESULTS, lm, machine, random_model, save, table, timed, torch
 
 BASE = {"prompts": 4, "group_size": 8, "response_length": 32, "prompt_length": 32, "vocabulary": 2048}
-SIZES = {"group_size": (4, 8, 16, 32, 64), "response_length": (16, 32, 64, 128, 256), "prompt_length": (32, 128, 512, 1024, 2048),
+SIZES = {"group_size": (4, 8, 16, 32, 64), "response_length": (16, 32, 64, 128, 256),
+         "prompt_length": (32, 128, 512, 1024, 2048),
          "vocabulary": (2048, 8192, 32_768, 65_536, 131_072)}
 
 
@@ -26,8 +28,8 @@ def tokenizer_without_end():
     return tokenizer
 
 
-def measure_step(*, prompts: int, group_size: int, response_length: int, prompt_length: int, vocabulary: int, hidden: int,
-                 layers: int, repeats: int) -> dict:
+def measure_step(*, prompts: int, group_size: int, response_length: int, prompt_length: int, vocabulary: int,
+                 hidden: int, layers: int, repeats: int) -> dict:
     """Median seconds of `collect` and `train_step` of 06, after one warm-up of each."""
     model, tokenizer = random_model(vocab_size=vocabulary, hidden_size=hidden, layers=layers, heads=hidden // 32,
                                     kv_heads=hidden // 32, intermediate_size=3 * hidden), tokenizer_without_end()
@@ -58,16 +60,19 @@ def in_words(slope: float) -> str:
     """A growth exponent for people."""
     if math.isnan(slope):
         return "unknown"
-    names = ((0.25, "hardly grows"), (0.85, "slower than linear"), (1.15, "linear"), (1.75, "faster than linear"), (2.25, "quadratic"))
+    names = ((0.25, "hardly grows"), (0.85, "slower than linear"), (1.15, "linear"), (1.75, "faster than linear"),
+             (2.25, "quadratic"))
     return next((name for limit, name in names if slope < limit), "faster than quadratic")
 
 
 def bench(*, repeats: int, threads: int, base=None, sizes=None, hidden: int = 64, layers: int = 2) -> dict:
     torch.set_num_threads(threads)
     base, sizes = base or BASE, sizes or SIZES
-    result = {"machine": machine(), "base": base, "hidden": hidden, "layers": layers, "repeats": repeats, "quantities": {}}
+    result = {"machine": machine(), "base": base, "hidden": hidden, "layers": layers, "repeats": repeats,
+              "quantities": {}}
     for name, values in sizes.items():
-        steps = [measure_step(**{**base, name: value}, hidden=hidden, layers=layers, repeats=repeats) for value in values]
+        steps = [measure_step(**{**base, name: value}, hidden=hidden, layers=layers, repeats=repeats)
+                 for value in values]
         entry = {"sizes": list(values)}
         for part in ("collect", "train"):
             seconds = [step[part] for step in steps]
@@ -89,7 +94,8 @@ def main(argv=None) -> None:
     for part in ("collect", "train"):
         print(f"\n{part}")
         table(["quantity", "sizes", "seconds", "exponent", "growth"],
-              [[name.replace("_", " "), " ".join(map(str, entry["sizes"])), " ".join(f"{s:.3f}" for s in entry[part]["seconds"]),
+              [[name.replace("_", " "), " ".join(map(str, entry["sizes"])),
+                " ".join(f"{s:.3f}" for s in entry[part]["seconds"]),
                 f"{entry[part]['exponent']:.2f}", entry[part]["growth"]] for name, entry in result["quantities"].items()])
     save("scaling", result, out)
 
