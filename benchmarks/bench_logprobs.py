@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""Log-probabilities of the sampled tokens, forward and backward: what a head in recomputed chunks costs in time and saves in memory.
+"""Log-probabilities of sampled tokens, forward and backward: what a head in recomputed chunks costs and saves.
 
 Four ways to the same (B, T) numbers, on one small Qwen2 with the vocabulary of Qwen2.5:
 
-    ours               token_logprobs of 06: states reach the head a chunk at a time, backward recomputes each chunk; entropy too
+    ours               token_logprobs of 06: states reach the head in chunks, backward recomputes each; entropy too
     plain              log_softmax of all logits, then gather
     TRL, selective     TRL's selective_log_softmax of all logits
     TRL, fused head    TRL's add_fused_lm_head, which is what its GRPOTrainer uses now; entropy too, where it exists
 
-Times alternate within one process. Peak memory is the process's own (VmHWM, Linux), each way in a process of its own, less what
-that process held after a warm-up of a few tokens, as a share of one float32 copy of all logits.
+The ways take turns within one process. Peak memory (VmHWM, Linux) is measured for each way in a process of its own, less
+what that process held after a warm-up of a few tokens, as a share of one float32 copy of all logits.
 
-Run:  python benchmarks/bench_logprobs.py          about two minutes on 2 idle cores and 12 GB; needs `pip install trl` for its rows
+Run:  python benchmarks/bench_logprobs.py      about two minutes on 2 idle cores and 12 GB; TRL's rows need trl
 """
 
 import argparse
@@ -61,7 +61,8 @@ def forward_backward(way: str, model, tokens):
 def workload(*, batch: int, length: int, vocabulary: int, hidden: int):
     """A model whose head outweighs all else, and (B, T + 1) tokens."""
     heads = max(1, hidden // 32)
-    model = random_model(vocab_size=vocabulary, hidden_size=hidden, layers=1, heads=heads, kv_heads=heads, intermediate_size=2 * hidden)
+    model = random_model(vocab_size=vocabulary, hidden_size=hidden, layers=1, heads=heads, kv_heads=heads,
+                         intermediate_size=2 * hidden)
     return model, torch.randint(vocabulary, (batch, length + 1), generator=torch.Generator().manual_seed(0))
 
 
@@ -125,8 +126,8 @@ def bench(*, repeats: int, threads: int, **size) -> dict:
 
 def main(argv=None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default, text in (("batch", 8, "B, responses"), ("length", 512, "T, tokens of each"), ("vocabulary", 151_936, "V"),
-                                ("hidden", 64, "width of the model"), ("repeats", 5, "measurements of each time"),
+    for name, default, text in (("batch", 8, "B, responses"), ("length", 512, "T, tokens of each"),
+                                ("vocabulary", 151_936, "V"), ("hidden", 64, "width of the model"), ("repeats", 5, "measurements of each time"),
                                 ("threads", 2, "threads of torch")):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default {default})")
     parser.add_argument("--measure-memory", choices=WAYS, help="only print this way's peak in bytes; used from inside")
@@ -138,7 +139,8 @@ def main(argv=None) -> None:
         del options["repeats"]
         return print(extra_peak(way, options))
     result = bench(**options)
-    print(f"one copy of the logits ({options['batch']} × {options['length']} × {options['vocabulary']}): {result['one_copy_bytes'] / 1e9:.2f} GB")
+    print(f"one copy of the logits ({options['batch']} × {options['length']} × {options['vocabulary']}): "
+          f"{result['one_copy_bytes'] / 1e9:.2f} GB")
     table(["way", "median s", "against plain", "extra peak, GB", "in copies", "difference"],
           [[way, row["seconds"], row["ratio_to_plain"], *(["not known"] * 2 if row["extra_peak_bytes"] is None else
             [row["extra_peak_bytes"] / 1e9, row["peak_in_copies"]]), row["difference_to_plain"]]
