@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
 """One on-policy GRPO step, ours against TRL's GRPOTrainer, and against the arithmetic that a step cannot avoid.
 
-Both train the built-in model on the same prompts: 32 × 8 responses of at most 8 tokens, float32, fused AdamW, one update per
-batch. They take turns inside one process: a step of TRL's, ours on the same prompts, the next of TRL's, … so that whatever else
-the machine does meets both. TRL's time runs from its on_step_begin to its on_step_end: generation, rewards, loss, backward,
-optimizer; loading the batch and logging are not in it. Ours is `training_batch` + `train_step`, all metrics included.
+Both train the built-in model on the same prompts: 32 × 8 responses of at most 8 tokens, float32, fused AdamW, one
+update per batch. They take turns inside one process: a step of TRL's, ours on the same prompts, the next of TRL's, …
+so that other work on the machine slows both alike. TRL's time runs from its on_step_begin to its on_step_end:
+generation, rewards, loss, backward, optimizer, without loading the batch and logging. Ours is `training_batch` +
+`train_step`, all metrics included.
 
-Two yardsticks, measured in this same run: operations of the step as they are usually counted (harness.step_flops) divided by the
-rate of one large float32 matrix product; and the time of the layers' matrix products on the step's tokens, once forward for
-sampling, once forward and backward for training, with nothing between them.
+Two lower bounds, measured in the same run: the step's operations as usually counted (harness.step_flops) divided by
+the rate of one large float32 matrix product; and the time of the layers' matrix products on the step's tokens, once
+forward for sampling, once forward and backward for training, with nothing between them.
 
 Run:  python benchmarks/bench_rl_step.py          about a minute on 2 idle cores; needs `pip install trl`
 """
