@@ -34,14 +34,15 @@ class OurTrainer:
 
     def step(self, number: int) -> dict:
         began = time.perf_counter()
-        batch = lm.training_batch(self.model, self.tokenizer, self.task, number, self.config, row=self.row, version=number - 1,
-                                  generator=self.sampling)
+        batch = lm.training_batch(self.model, self.tokenizer, self.task, number, self.config, row=self.row,
+                                  version=number - 1, generator=self.sampling)
         collected = time.perf_counter()
         lm.train_step(self.model, self.optimizer, batch, self.config, algorithm=self.row, generator=self.dropping)
         ended = time.perf_counter()
         return {"seconds": ended - began, "collect": collected - began, "train": ended - collected,
                 "flops": sum(rollout_flops(self.model, batch).values()), "reward": batch.rewards.mean().item(),
-                "tokens": int(batch.prompt_mask.sum() + batch.mask.sum() - len(batch.mask)),  # the last of a response does not run
+                # The last token of a response does not run.
+                "tokens": int(batch.prompt_mask.sum() + batch.mask.sum() - len(batch.mask)),
                 "length": batch.mask.sum(1).float().mean().item()}
 
 
@@ -63,7 +64,7 @@ def trl_config(config, *, steps: int, folder: str):
 
 
 def interleave(config, *, warmup: int, steps: int) -> tuple:
-    """Steps of ours and of TRL's in turn, on the same prompts: two lists of what each step measured, without the warm-up.
+    """Steps of ours and of TRL's in turn, on the same prompts: two lists of measurements, without the warm-up.
 
     The third result is the model that was trained.
     """
@@ -73,7 +74,8 @@ def interleave(config, *, warmup: int, steps: int) -> tuple:
 
     task = lm.load_task(config)
     model, tokenizer = lm.load_model(config.model, device="cpu", cache_dir=config.cache_dir, task=config.task)
-    ours, reward, mine, theirs = OurTrainer(config, copy.deepcopy(model), tokenizer, task), lm.reward_function(None, config.task), [], []
+    ours, reward = OurTrainer(config, copy.deepcopy(model), tokenizer, task), lm.reward_function(None, config.task)
+    mine, theirs = [], []
 
     class TakeTurns(TrainerCallback):
         def on_step_begin(self, *_args, **_kwargs):
@@ -85,7 +87,8 @@ def interleave(config, *, warmup: int, steps: int) -> tuple:
 
     def rewards(prompts, completions, completion_ids, answer, **_):
         values = [reward(prompt, text, gold) for prompt, text, gold in zip(prompts, completions, answer)]
-        theirs[-1] |= {"reward": statistics.mean(values), "length": statistics.mean(map(len, completion_ids)), "prompts": prompts}
+        theirs[-1] |= {"reward": statistics.mean(values), "length": statistics.mean(map(len, completion_ids)),
+                       "prompts": prompts}
         return values
 
     total, count = warmup + steps, config.prompts_per_step
@@ -108,8 +111,10 @@ def bench(*, steps: int, warmup: int, prompts: int, group_size: int, max_new_tok
                        device="cpu", dtype="float32")
     rate_before = matrix_rate()
     mine, theirs, model = interleave(config, warmup=warmup, steps=steps)
-    rate, tokens = statistics.median([rate_before, matrix_rate()]), round(statistics.median(step["tokens"] for step in mine))
-    products = products_seconds(model, tokens=tokens, backward=False) + products_seconds(model, tokens=tokens, backward=True)
+    rate = statistics.median([rate_before, matrix_rate()])
+    tokens = round(statistics.median(step["tokens"] for step in mine))
+    products = (products_seconds(model, tokens=tokens, backward=False)
+                + products_seconds(model, tokens=tokens, backward=True))
     ours_s, trl_s = ([step["seconds"] for step in side] for side in (mine, theirs))
     ratios, flops = [a / b for a, b in zip(ours_s, trl_s)], statistics.median(step["flops"] for step in mine)
     floor, median = flops / rate, statistics.median(ours_s)
@@ -117,12 +122,14 @@ def bench(*, steps: int, warmup: int, prompts: int, group_size: int, max_new_tok
     def mean(side, key):
         return statistics.mean(step[key] for step in side)
 
-    return {"machine": machine(), "steps": steps, "prompts": prompts, "group_size": group_size, "max_new_tokens": max_new_tokens,
-            "ours_s": median, "ours_quartiles": quartiles(ours_s), "trl_s": statistics.median(trl_s), "trl_quartiles": quartiles(trl_s),
+    return {"machine": machine(), "steps": steps, "prompts": prompts, "group_size": group_size,
+            "max_new_tokens": max_new_tokens, "ours_s": median, "ours_quartiles": quartiles(ours_s),
+            "trl_s": statistics.median(trl_s), "trl_quartiles": quartiles(trl_s),
             "ratio": statistics.median(ratios), "ratio_quartiles": quartiles(ratios),
-            "collect_s": statistics.median(step["collect"] for step in mine), "train_s": statistics.median(step["train"] for step in mine),
-            "flops": flops, "matrix_gflops": rate / 1e9, "floor_s": floor, "over_floor": median / floor, "tokens": tokens,
-            "products_s": products, "over_products": median / products,
+            "collect_s": statistics.median(step["collect"] for step in mine),
+            "train_s": statistics.median(step["train"] for step in mine),
+            "flops": flops, "matrix_gflops": rate / 1e9, "floor_s": floor, "over_floor": median / floor,
+            "tokens": tokens, "products_s": products, "over_products": median / products,
             "ours_reward": mean(mine, "reward"), "trl_reward": mean(theirs, "reward"),
             "ours_length": mean(mine, "length"), "trl_length": mean(theirs, "length")}
 
@@ -141,7 +148,8 @@ def main(argv=None) -> None:
           [[name, result[f"{key}_s"], "{0:.4f} – {2:.4f}".format(*result[f"{key}_quartiles"]), result[f"{key}_reward"],
             result[f"{key}_length"]] for name, key in (("ours", "ours"), ("TRL", "trl"))])
     print("ours / TRL, step by step: {1:.3f} (quartiles {0:.3f} – {2:.3f})".format(*result["ratio_quartiles"]))
-    print(f"floor: {result['flops'] / 1e9:.2f} GFLOP at {result['matrix_gflops']:.0f} GFLOP/s = {result['floor_s'] * 1e3:.1f} ms; "
+    print(f"floor: {result['flops'] / 1e9:.2f} GFLOP at {result['matrix_gflops']:.0f} GFLOP/s = "
+          f"{result['floor_s'] * 1e3:.1f} ms; "
           f"our step takes {result['over_floor']:.2f} times that ({result['collect_s'] * 1e3:.0f} ms collecting, "
           f"{result['train_s'] * 1e3:.0f} ms training)")
     print(f"the layers' matrix products alone: {result['products_s'] * 1e3:.1f} ms; our step takes "
