@@ -33,8 +33,8 @@ def measure_step(*, prompts: int, group_size: int, response_length: int, prompt_
     """Median seconds of `collect` and `train_step` of 06, after one warm-up of each."""
     model, tokenizer = random_model(vocab_size=vocabulary, hidden_size=hidden, layers=layers, heads=hidden // 32,
                                     kv_heads=hidden // 32, intermediate_size=3 * hidden), tokenizer_without_end()
-    config = lm.Config(algorithm="grpo", prompts_per_step=prompts, group_size=group_size, max_new_tokens=response_length,
-                       device="cpu", dtype="float32")
+    config = lm.Config(algorithm="grpo", prompts_per_step=prompts, group_size=group_size,
+                       max_new_tokens=response_length, device="cpu", dtype="float32")
     row, generator = lm.chosen_row(config), torch.Generator().manual_seed(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
     digits = torch.randint(10, (prompts, prompt_length), generator=generator).tolist()
@@ -45,7 +45,8 @@ def measure_step(*, prompts: int, group_size: int, response_length: int, prompt_
         seconds["collect"].append(spent)
         assert batch.prompt.shape[1] == prompt_length and batch.mask.all() and batch.mask.shape[1] == response_length
         batch.rewards = (torch.arange(batch.rewards.numel()) % 2).view_as(batch.rewards).float()  # every group teaches
-        seconds["train"].append(timed(lm.train_step, model, optimizer, batch, config, algorithm=row, generator=generator)[0])
+        spent, _ = timed(lm.train_step, model, optimizer, batch, config, algorithm=row, generator=generator)
+        seconds["train"].append(spent)
     return {name: statistics.median(values[1:]) for name, values in seconds.items()}
 
 
@@ -96,7 +97,8 @@ def main(argv=None) -> None:
         table(["quantity", "sizes", "seconds", "exponent", "growth"],
               [[name.replace("_", " "), " ".join(map(str, entry["sizes"])),
                 " ".join(f"{s:.3f}" for s in entry[part]["seconds"]),
-                f"{entry[part]['exponent']:.2f}", entry[part]["growth"]] for name, entry in result["quantities"].items()])
+                f"{entry[part]['exponent']:.2f}", entry[part]["growth"]]
+               for name, entry in result["quantities"].items()])
     save("scaling", result, out)
 
 
