@@ -8,7 +8,7 @@ Four ways to the same (B, T) numbers, on one small Qwen2 with the vocabulary of 
     TRL, selective     TRL's selective_log_softmax of all logits
     TRL, fused head    TRL's add_fused_lm_head, which is what its GRPOTrainer uses now; entropy too, where it exists
 
-The ways take turns within one process. Peak memory (VmHWM, Linux) is measured for each way in a process of its own, less
+The ways take turns within one process. Peak memory (VmHWM, Linux) is measured for each in a process of its own, less
 what that process held after a warm-up of a few tokens, as a share of one float32 copy of all logits.
 
 Run:  python benchmarks/bench_logprobs.py      about two minutes on 2 idle cores and 12 GB; TRL's rows need trl
@@ -118,7 +118,8 @@ def bench(*, repeats: int, threads: int, **size) -> dict:
             continue
         peak = extra_peak_in_a_process(way, size, threads)
         result["ways"][way] = {"seconds": statistics.median(seconds[way]), "quartiles": quartiles(seconds[way]),
-                               "ratio_to_plain": statistics.median(a / b for a, b in zip(seconds[way], seconds["plain"])),
+                               "ratio_to_plain": statistics.median(
+                                   a / b for a, b in zip(seconds[way], seconds["plain"])),
                                "extra_peak_bytes": peak, "peak_in_copies": None if peak is None else peak / one_copy,
                                "difference_to_plain": errors[way]}
     return result
@@ -127,7 +128,8 @@ def bench(*, repeats: int, threads: int, **size) -> dict:
 def main(argv=None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default, text in (("batch", 8, "B, responses"), ("length", 512, "T, tokens of each"),
-                                ("vocabulary", 151_936, "V"), ("hidden", 64, "width of the model"), ("repeats", 5, "measurements of each time"),
+                                ("vocabulary", 151_936, "V"), ("hidden", 64, "width of the model"),
+                                ("repeats", 5, "measurements of each time"),
                                 ("threads", 2, "threads of torch")):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default {default})")
     parser.add_argument("--measure-memory", choices=WAYS, help="only print this way's peak in bytes; used from inside")
