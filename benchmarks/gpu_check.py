@@ -1,18 +1,19 @@
 #!/usr/bin/env python3
-"""One command that says what the training script does on a GPU: does it learn, do sampler and trainer agree, how fast is it.
+"""What the training script does on a GPU: does it learn, do sampler and trainer agree, how fast is it.
 
-    learn          06 trains the built-in model of --learn: accuracy before and after, and the self-check's number in bfloat16
-    0.5b, 1.5b     Qwen2.5's shapes with random weights, bfloat16 compute on float32 weights: response tokens per second of each way
-                   of sampling and how far its log-probabilities are from the trainer's; training tokens per second, model-FLOP
-                   utilisation, peak memory
+    learn          06 trains the built-in model of --learn: accuracy before and after, the self-check in bfloat16
+    0.5b, 1.5b     Qwen2.5's shapes with random weights, bfloat16 compute on float32 weights: response tokens per
+                   second of each way of sampling, and how far its log-probabilities are from the trainer's; training
+                   tokens per second, model-FLOP utilisation, peak memory
     paper_run      what these rates mean for the paper's GSM8K run: 160 steps of 96 × 8 responses, up to 1024 tokens
 
-A random model ends a response with equal chance at each token, so that lengths vary as they do in practice: geometric, with a
-mean that is set, cut at a maximum. Utilisation counts operations that are needed (harness.step_flops), not those for padding or
-recomputation, against the device's published dense bfloat16 peak, or a large matrix product where that is not known.
+A random model ends a response with equal chance at each token, so that lengths vary as in practice: geometric, with a
+given mean, cut at a maximum. Utilisation counts only the operations that are needed (harness.step_flops), without
+padding and recomputation, against the device's published dense bfloat16 peak, or a large matrix product where that is
+not known.
 
 Run:  python benchmarks/gpu_check.py            under 4 minutes on an H200
-      python benchmarks/gpu_check.py --smoke    everything on CPU with tiny shapes, under a minute: it checks this script, not the CPU
+      python benchmarks/gpu_check.py --smoke    on CPU with tiny shapes, under a minute: it only checks this script
 """
 
 import argparse
@@ -46,7 +47,7 @@ PEAK_BFLOAT16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}
 
 
 def learn(flags: str, *, device, folder) -> dict:
-    """Train as 06 does on these flags: accuracy before and after, agreement of sampler and trainer, seconds, tokens per second."""
+    """Train as 06 does on these flags: accuracy before and after, agreement of sampler and trainer, speed."""
     config = dataclasses.replace(lm.parse_arguments(shlex.split(flags)), device=device.type, out=str(pathlib.Path(folder) / "run"))
     try:
         lm.validate(config)
@@ -104,7 +105,7 @@ def measure_shape(shape: dict, *, device, peak: float, prompts: int, group_size:
 
 
 def rollout(sample, model, prompt, config, *, max_length: int, own_copy: bool, generator, **options):
-    """Response tokens per second of one engine, and the distance of its log-probabilities from the trainer's on a few prompts.
+    """Response tokens per second of one engine, and how far its log-probabilities are from the trainer's.
 
     own_copy: sample from a copy with bfloat16 weights, as 06 does for an engine that has no autocast.
     """
@@ -127,7 +128,7 @@ def rollout(sample, model, prompt, config, *, max_length: int, own_copy: bool, g
 
 
 def training(model, batch, config, *, peak: float, repeats: int = 2) -> dict:
-    """Response tokens per second of `train_step`, share of the device's peak that its necessary operations are, peak memory."""
+    """Response tokens per second of `train_step`, model-FLOP utilisation, peak memory."""
     device, row = batch.tokens.device, lm.chosen_row(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0, fused=True)
     generator = torch.Generator().manual_seed(0)
@@ -156,7 +157,7 @@ def peak_memory(device):
 
 
 def paper_run(rates: dict, *, steps: int = 160, prompts: int = 96, group_size: int = 8, mean_length: int = 300) -> dict:
-    """Hours of the paper's GSM8K run at these rates, for responses of mean_length tokens (an assumption) and of the full 1024."""
+    """Hours of the paper's GSM8K run at these rates, for responses of mean_length tokens (assumed) and of 1024."""
     sampling = max(way["tokens_per_second"] for way in rates["rollout"].values() if "tokens_per_second" in way)
     per_token = 1 / sampling + 1 / rates["train_tokens_per_second"]
     return {"steps": steps, "responses": prompts * group_size, "mean_length": mean_length,
@@ -168,7 +169,7 @@ def paper_run(rates: dict, *, steps: int = 160, prompts: int = 96, group_size: i
 
 
 def check(*, device, shapes: dict, load: dict, learn_flags: str, parts, out, matrix_size: int = 8192) -> dict:
-    """Run the parts, one after the other, and write the result file after each, so that a cut-off run keeps what it has."""
+    """Run the parts, and write the result file after each, so that an interrupted run keeps what it has."""
     rate = matrix_rate(device, size=matrix_size, dtype=torch.bfloat16)
     name = machine(device)["device"]
     published = next((value for key, value in PEAK_BFLOAT16.items() if key in name), None)
