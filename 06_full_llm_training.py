@@ -130,7 +130,7 @@ class TrainingOptions:
     device: str = option("auto", "auto, cpu, cuda or mps")
     dtype: str = option("auto", "compute type: float32, bfloat16 (weights stay float32), auto = bfloat16 on cuda")
     engine: str = option("auto", "whose generate and token_logprobs: plain (this file's), uncached (plain without a "
-                         "cache), fast (the same, faster), paged (continuous batching samples), auto = the fastest right one")
+                         "cache), fast (the same, faster), paged (continuous batching), auto = the fastest right one")
     gradient_checkpointing: bool = option(False, "keep one activation a layer, recompute the rest: less memory")
     shard: bool = option(False, "with torchrun: split weights, gradients and optimizer state over processes (FSDP2)")
 
@@ -147,7 +147,7 @@ class OutputOptions:
     overwrite: bool = option(False, "replace the run in --out")
     config: str | None = option(None, "a file of flags, such as a run's config.json; the command line wins", "none")
     compare: str | None = option(None, "train several rows, comma-separated, from one base and overlay them", "none")
-    dry_run: bool = option(False, "train nothing: print steps, tokens and memory, part by part; status 3 where it does not fit")
+    dry_run: bool = option(False, "train nothing: print steps, tokens and memory; status 3 where it does not fit")
     device_memory: float | None = option(None, "GiB of the CUDA device that --dry-run plans for", "this machine's")
     map: str | None = option(None, "train nothing: draw 06_family.png, the map of all rows, into this folder", "none")
     exercise: int = option(0, "train nothing: ask question 1, 2 or 3 on reading a run; --answer is yours")

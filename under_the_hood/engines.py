@@ -128,7 +128,8 @@ def single_rows(model, prompt, prompt_mask, tokens, mask, *, temperature):
 
 def gradient_error(model, token_logprobs, prompt, tokens, **scored):
     """Largest difference that recomputation makes to the gradient of the small weights (norms, biases), as a share."""
-    weights = [p for p in model.parameters() if p.requires_grad and p.numel() <= 2**20][:32] or list(model.parameters())[:1]
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    weights = [weight for weight in trained if weight.numel() <= 2**20][:32] or trained[:1]
     gradients = []
     for on in (True, False):
         with recomputing(model, on):

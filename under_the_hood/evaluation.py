@@ -10,6 +10,7 @@ import torch
 
 from under_the_hood import parallel
 from under_the_hood.engines import choose_engine
+from under_the_hood.errors import require
 from under_the_hood.models import drop_long_prompts, load_model
 from under_the_hood.runs import random_state, restore_random, write_text
 from under_the_hood.tasks import load_task
@@ -46,6 +47,8 @@ def evaluate(collect, model, tokenizer, task, config) -> dict:
     device, count = next(model.parameters()).device, config.eval_samples
     generator, before = torch.Generator(device).manual_seed(parallel.own_seed(config.seed + 1)), random_state()
     sampled, greedy = [], []
+    require(len(task.evaluation) >= parallel.size(),
+            f"{len(task.evaluation)} held-out questions are too few for {parallel.size()} processes")
     mine = task.evaluation[parallel.rank():: parallel.size()]
     for first in range(0, len(mine), 64):
         examples = mine[first: first + 64]

@@ -1,7 +1,7 @@
 """LoRA through `peft`: only small adapters train, so that a card with 8–24 GB holds a model of some billion weights.
 
-The base weights exist once in memory: the stale sampler shares them with the policy and has adapters of its own. A checkpoint
-holds adapters; at the end model/ holds the base with the adapters merged in, and adapter/ the adapters for PeftModel.
+The base weights exist once in memory: the stale sampler shares them with the policy and has adapters of its own. A
+checkpoint holds adapters; at the end model/ holds the base with the adapters merged in, and adapter/ the adapters.
 """
 
 import copy
@@ -14,7 +14,7 @@ from under_the_hood.errors import UserError, require
 def add_adapters(model, *, rank: int, folder=None):
     """Put adapters of this rank beside every linear layer but the head, in place, and freeze the rest.
 
-    folder: load the adapters of a checkpoint. The model is used as before; peft's wrapper, kept with it, saves and merges.
+    folder: load the adapters of a checkpoint. The model is used as before; peft's wrapper, kept with it, saves them.
     """
     try:
         import peft
@@ -28,7 +28,8 @@ def add_adapters(model, *, rank: int, folder=None):
             settings = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", lora_dropout=0.0,
                                        task_type="CAUSAL_LM")
             wrapper = peft.get_peft_model(model, settings)
-    require(any(p.requires_grad for p in model.parameters()), f"--lora-rank: {type(model).__name__} has no linear layers")
+    require(any(weight.requires_grad for weight in model.parameters()),
+            f"--lora-rank: {type(model).__name__} has no linear layers")
     model.adapters = [wrapper]  # in a list, so that the model does not become a part of its own part
     wrapper.eval()
 

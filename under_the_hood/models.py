@@ -74,15 +74,14 @@ def stop_ids(model, tokenizer) -> set:
 
 
 def context_length(model):
-    """The longest sequence, in tokens. Where a model changes its rotary frequencies behind some length (longrope), it ends
-    there: keys that were cached before would not be those that training computes."""
+    """The longest sequence, in tokens. Where a model changes its rotary frequencies behind some length (longrope), it
+    ends there: keys that were cached before would not be those that training computes."""
     config = model.config.get_text_config()
-    ropes = [getattr(config, "rope_parameters", None) or {}]
-    ropes += [value for value in ropes[0].values() if isinstance(value, dict)]  # a set for each kind of layer
+    rope = getattr(config, "rope_parameters", None) or {}
     lengths = [getattr(config, "max_position_embeddings", None)]
-    for rope in ropes:
-        if rope.get("rope_type") == "longrope":
-            lengths += [rope.get("original_max_position_embeddings"), getattr(config, "original_max_position_embeddings", None)]
+    for kind in (rope, *(value for value in rope.values() if isinstance(value, dict))):  # a set for each kind of layer
+        if kind.get("rope_type") == "longrope":
+            lengths += [(where or {}).get("original_max_position_embeddings") for where in (kind, vars(config))]
     return min((length for length in lengths if length and length > 0), default=math.inf)
 
 
@@ -212,10 +211,10 @@ RANDOM_NUMBERS = ("drop", "jitter", "noise")  # parts of the names of what is ra
 
 
 def recompute_activations(model) -> None:
-    """Gradient checkpointing: backward recomputes each block from its input. UserError where the model does not offer it.
+    """Gradient checkpointing: backward recomputes each block from its input. UserError where a model does not offer it.
 
-    It acts in training mode only, where dropout, dropped layers and jittered routers would part the trainer from the sampler;
-    so all of these are taken out of the model.
+    It acts in training mode only, where dropout, dropped layers and jittered routers would part the trainer from the
+    sampler; so all of these are taken out of the model.
     """
     try:
         new_name = getattr(model, "activation_checkpointing_enable", None)  # since transformers 5.24

@@ -136,5 +136,6 @@ def parse_arguments(Config, groups, description: str, metrics: dict, argv=None):
 
 
 # A resumed run must keep these: with another value it would be another run.
-OF_THE_RUN = ("model", "task", "reward", "eval_questions", "group_size", "prompts_per_step", "sync_interval", "sync_offset",
-              "offline", "seed", "reward_noise", "step_reward", "algorithm", "temperature", "max_new_tokens", "lora_rank")
+OF_THE_RUN = ("model", "task", "reward", "eval_questions", "group_size", "prompts_per_step", "sync_interval",
+              "sync_offset", "offline", "seed", "reward_noise", "step_reward", "algorithm", "temperature",
+              "max_new_tokens", "lora_rank")

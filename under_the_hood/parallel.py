@@ -231,7 +231,7 @@ def copy_weights(source, target) -> None:
     """
     destination = target.state_dict()
     for name, weight in source.state_dict().items():
-        if is_sharded(source) or destination[name].data_ptr() != weight.data_ptr():  # under LoRA they share frozen weights
+        if is_sharded(source) or destination[name].data_ptr() != weight.data_ptr():  # LoRA shares frozen weights
             destination[name].copy_(whole(weight))
 
 

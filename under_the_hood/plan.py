@@ -149,7 +149,8 @@ def memory(config, shape, setting: Setting, *, whole_batch: bool = False) -> dic
     own_width = width if setting.cuda and own and not adapters else FLOAT  # otherwise the policy's own weights sample
     casts = {"bfloat16 copies of the matrices": shape.matrices * width} if narrow else {}  # autocast keeps them
     parts = {"weights, float32": (shape.parameters + adapters) * FLOAT // split,
-             "gradients, float32": trained * FLOAT // split, "AdamW's two moments, float32": 2 * trained * FLOAT // split}
+             "gradients, float32": trained * FLOAT // split,
+             "AdamW's two moments, float32": 2 * trained * FLOAT // split}
     if own:
         precision = "bfloat16" if own_width == 2 else "float32"
         parts[f"the sampler's own weights, {precision}"] = trained * own_width

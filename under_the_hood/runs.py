@@ -328,6 +328,8 @@ def stopping_in_order(step: int, out: pathlib.Path):
     try:
         yield
     except (FloatingPointError, UserError, OSError) as error:
+        if step == 0 and isinstance(error, UserError):
+            raise  # nothing has been trained yet: a reward that fails at once is a mistake in the command
         found = checkpoints(out)
         safe = f"the last good checkpoint is {found[-1]}" if found else "no checkpoint had been saved yet"
         raise RunStopped(f"step {step}: {one_line(error)}; {safe}") from error

@@ -1,4 +1,4 @@
-"""--lora-rank: only adapters train, the base stands once in memory, resume is bit-equal, model/ is ordinary and adapter/ is peft's."""
+"""--lora-rank: only adapters train, the base stands once in memory, resume is bit-equal, model/ is an ordinary model."""
 
 import importlib
 import json
@@ -89,7 +89,8 @@ def test_the_plan_counts_the_adapters(kind):
                                    24 * shape.adapter_sides, 12 * shape.adapter_sides]
 
 
-@pytest.mark.parametrize("flags, message", [(["--lora-rank", "-1"], "--lora-rank"), (["--lora-rank", "2", "--shard"], "--shard")])
+@pytest.mark.parametrize("flags, message", [(["--lora-rank", "-1"], "--lora-rank"),
+                                            (["--lora-rank", "2", "--shard"], "--shard")])
 def test_bad_settings_are_refused_in_one_line(flags, message, capsys):
     with pytest.raises(SystemExit):
         lm.main(flags)
