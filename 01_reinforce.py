@@ -49,7 +49,7 @@ def string_logprobs(logits):
 lesson.section("1. The gradient of an expected reward")
 gradient, _ = mean_and_variance(UNIFORM, REWARDS[:, None] * softmax_scores(UNIFORM))
 lesson.check("(1.1) three arms, π uniform, J = .6: E[r·s] = π·(r − J)", gradient, [-1 / 5, 1 / 15, 2 / 15])
-STRINGS = torch.cartesian_prod(*[torch.arange(3)] * 3)
+STRINGS = torch.cartesian_prod(*[torch.arange(3)] * 3)  # below: π, and another policy for section 4; any rewards
 logits, behaviour_logits = torch.randn(2, 4, 3, dtype=torch.float64, generator=lesson.generator).requires_grad_()
 rewards = torch.rand(27, dtype=torch.float64, generator=lesson.generator)
 probs = string_logprobs(logits).sum(-1).exp()  # (27,)
@@ -80,7 +80,7 @@ lesson.check("27 strings, b = −3, .5, 10: largest |E[(r − b)·s] − ∇J|",
 squared_length = softmax_scores(BEHAVIOUR).square().sum(-1)
 best = BEHAVIOUR @ (REWARDS * squared_length) / (BEHAVIOUR @ squared_length)
 lesson.check("(1.2) π = (.3, .6, .1), J = .58: b* = .2508/.54", best, 0.2508 / 0.54)
-lesson.say("On-policy a baseline may be anything; the mean reward is a good habit, though not the optimum.")
+lesson.say("On-policy any b is right. J is a good habit, not the best: if 90 % of answers are right, b = 0 is calmer.")
 
 # %% [markdown]
 # ## 3. On someone else's data the baseline changes the answer
@@ -97,7 +97,7 @@ def off_policy_bandit_update(probs, behaviour_probs, rewards, *, baseline):
     return weighted - probs * weighted.sum()
 
 lesson.section("3. On someone else's data the baseline changes the answer")
-baselines = torch.linspace(-0.2, 1.2, 71, dtype=torch.float64)
+baselines = torch.linspace(-0.2, 1.2, 71, dtype=torch.float64)  # number 10 is 0, 30 is .4, 39 is .58
 updates = torch.stack([off_policy_bandit_update(UNIFORM, BEHAVIOUR, REWARDS, baseline=b) for b in baselines])
 lesson.check("(1.3) π uniform, data from π_b, b = 0: arm 3 goes DOWN", updates[10], [-.58 / 3, .86 / 3, -.28 / 3])
 lesson.check("(1.3) b = .4: arm 3 does not move, .1·(1 − .4) = (.58 − .4)/3", updates[30, 2], 0)

@@ -235,7 +235,7 @@ if lesson.draws:
         path = success_path(0.2, beta, rounds=8)
         left.plot(path, "k" + line)
         left.text(8, path[-1] + 0.025, f"β = {beta}: ends at {path[-1]:.2f}", ha="right")
-    left.axhline(0.2, color="0.6", linestyle="-"), left.text(8, 0.13, "reference model: .20 (β: the pull to it)", ha="right")
+    left.axhline(0.2, color="0.6", linestyle="-"), left.text(8, 0.13, "reference: .20 (β: the pull to it)", ha="right")
     left.set(title="Rounds of GRPO lift success, but not to 1", xlabel="round", ylabel="success rate", ylim=(0, 1.04))
     for start in (0.04, 0.2, 0.5, 0.8, 0.92, 0.95):
         right.plot(success_path(start, 1, rounds=8), "k-" if 0.065 < start < 0.935 else "k:", linewidth=1.5)

@@ -188,12 +188,6 @@ def test_1_5_second_moment_of_independent_tokens(probs, behaviour, length):
     assert sampling @ ratio**2 == pytest.approx((1 + behaviour @ (probs / behaviour - 1) ** 2) ** length, rel=1e-9)
 
 
-def test_1_5_effective_sample_size_is_the_variance_of_a_weighted_average():
-    weights = np.random.default_rng(0).random(50)
-    shares = weights / weights.sum()  # Var Σ share_i r_i = σ² Σ share_i²
-    assert 1 / (shares**2).sum() == pytest.approx(weights.sum() ** 2 / (weights**2).sum())
-
-
 def prefix_gradients(current, behaviour):
     """∇J and the mean of token-level importance sampling by the algebra of prefixes, not of responses:
 

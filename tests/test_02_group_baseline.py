@@ -450,7 +450,8 @@ def test_predictions(number, right, wrong, capsys):
     assert utils.exercise(lesson.EXERCISES, number, wrong) == 1
 
 
-@pytest.mark.parametrize("share, right", [("p**k + (1 - p)**k", True), ("p**k", False), ("2 * p**k", False)])
+@pytest.mark.parametrize("share, right", [("p**k + (1 - p)**k", True), ("p**k", False),
+                                          ("round(p**k + (1 - p)**k, 3)", False)])
 def test_smallest_group_exercise(share, right, tmp_path, capsys):
     answer = tmp_path / "answer.py"
     answer.write_text(f"def smallest_group(p, limit):\n    return next(k for k in range(2, 99) if {share} <= limit)\n")
