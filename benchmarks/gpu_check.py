@@ -34,13 +34,15 @@ QWEN = {"vocab_size": 151_936, "kv_heads": 2}
 SHAPES = {"0.5b": {"hidden_size": 896, "intermediate_size": 4864, "layers": 24, "heads": 14, **QWEN},
           "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "layers": 28, "heads": 12, **QWEN}}
 SMOKE_SHAPE = {"hidden_size": 64, "intermediate_size": 128, "layers": 2, "heads": 2, "vocab_size": 512, "kv_heads": 1}
-LOAD = {"prompts": 96, "group_size": 8, "prompt_length": 100, "mean_length": 192, "max_length": 384, "micro_batch_tokens": 16_384}
-SMOKE_LOAD = {"prompts": 3, "group_size": 2, "prompt_length": 6, "mean_length": 4, "max_length": 8, "micro_batch_tokens": 64}
-LEARN = ("--model small --task addition-steps --algorithm grpo --steps 60 --max-new-tokens 48 --learning-rate 1e-5 --eval-every 60 "
-         "--save-every 60")
+LOAD = {"prompts": 96, "group_size": 8, "prompt_length": 100, "mean_length": 192, "max_length": 384,
+        "micro_batch_tokens": 16_384}
+SMOKE_LOAD = {"prompts": 3, "group_size": 2, "prompt_length": 6, "mean_length": 4, "max_length": 8,
+              "micro_batch_tokens": 64}
+LEARN = ("--model small --task addition-steps --algorithm grpo --steps 60 --max-new-tokens 48 --learning-rate 1e-5 "
+         "--eval-every 60 --save-every 60")
 SMOKE_LEARN = "--model tiny --task addition-1 --steps 2 --prompts-per-step 4 --eval-questions 4 --eval-samples 2"
 ENGINES = {"plain": "generate", "paged": "generate_paged"}  # a name for people, and a function of 06, where it has that
-PEAK_BFLOAT16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}  # dense, as published, in operations a second
+PEAK_BFLOAT16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}  # dense, published, per second
 
 
 # ---------------------------------------------------------------- does it learn
@@ -48,7 +50,8 @@ PEAK_BFLOAT16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}
 
 def learn(flags: str, *, device, folder) -> dict:
     """Train as 06 does on these flags: accuracy before and after, agreement of sampler and trainer, speed."""
-    config = dataclasses.replace(lm.parse_arguments(shlex.split(flags)), device=device.type, out=str(pathlib.Path(folder) / "run"))
+    config = dataclasses.replace(lm.parse_arguments(shlex.split(flags)), device=device.type,
+                                 out=str(pathlib.Path(folder) / "run"))
     try:
         lm.validate(config)
         task = lm.load_task(config)
@@ -59,19 +62,20 @@ def learn(flags: str, *, device, folder) -> dict:
         return {"not_available": f"06 cannot run {flags!r}: {error}"}
     parameters = sum(p.numel() for p in model.parameters())
     cast = dataclasses.replace(config, dtype="bfloat16")
-    difference = lm.self_check(model, tokenizer, lm.drop_long_prompts(task, model, tokenizer, config), cast, tolerance=math.inf)
+    task = lm.drop_long_prompts(task, model, tokenizer, config)
+    difference = lm.self_check(model, tokenizer, task, cast, tolerance=math.inf)
     del model
     result = lm.train(config)
     lines = [line for line in lm.read_metrics(pathlib.Path(config.out)) if "tokens_per_second" in line]
-    return {"flags": flags, "parameters": parameters, "model_seconds": seconds, **result, "self_check_bfloat16": difference,
-            "tokens_per_second": statistics.median(line["tokens_per_second"] for line in lines)}
+    return {"flags": flags, "parameters": parameters, "model_seconds": seconds, **result,
+            "self_check_bfloat16": difference, "tokens_per_second": statistics.median(line["tokens_per_second"] for line in lines)}
 
 
 # ---------------------------------------------------------------- how fast is it
 
 
-def measure_shape(shape: dict, *, device, peak: float, prompts: int, group_size: int, prompt_length: int, mean_length: int,
-                  max_length: int, micro_batch_tokens: int) -> dict:
+def measure_shape(shape: dict, *, device, peak: float, prompts: int, group_size: int, prompt_length: int,
+                  mean_length: int, max_length: int, micro_batch_tokens: int) -> dict:
     """Sampling with each engine, then training on what the plain one sampled, on a random model of that shape."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -89,8 +93,8 @@ def measure_shape(shape: dict, *, device, peak: float, prompts: int, group_size:
             result["rollout"][name] = {"not_available": f"06 has no {function}"}
             continue
         try:
-            result["rollout"][name], sampled = rollout(sample, model, prompt, config, max_length=max_length, own_copy=name == "paged",
-                                                       **options)
+            result["rollout"][name], sampled = rollout(sample, model, prompt, config, max_length=max_length,
+                                                       own_copy=name == "paged", **options)
         except Exception as error:  # an engine of another package may raise anything; the rest of the check goes on
             if name == "plain":
                 raise
@@ -98,9 +102,11 @@ def measure_shape(shape: dict, *, device, peak: float, prompts: int, group_size:
         if name == "plain":
             tokens, mask, logprobs = sampled
     result["rollout_peak_gb"] = peak_memory(device)
-    rewards = (torch.arange(prompts * group_size, device=device) % 2).view(prompts, group_size).float()  # every group teaches
+    # Right and wrong in turn, so that every group has a gradient.
+    rewards = (torch.arange(prompts * group_size, device=device) % 2).view(prompts, group_size).float()
     batch = lm.Rollout(prompt=prompt, prompt_mask=torch.ones_like(prompt, dtype=torch.bool), tokens=tokens, mask=mask,
-                       old_logprobs=logprobs, rewards=rewards, truncated=torch.zeros_like(mask[:, 0]), version=0, samples=[])
+                       old_logprobs=logprobs, rewards=rewards, truncated=torch.zeros_like(mask[:, 0]), version=0,
+                       samples=[])
     return result | training(model, batch, config, peak=peak)
 
 
@@ -117,14 +123,17 @@ def rollout(sample, model, prompt, config, *, max_length: int, own_copy: bool, g
     with lm.autocast(config, device):
         sample(sampler, prompt[:2], mask[:2], max_new_tokens=4, generator=generator, **options)  # warm-up
         began = time.perf_counter()
-        tokens, kept, logprobs = sample(sampler, prompt, mask, max_new_tokens=max_length, generator=generator, **options)
+        tokens, kept, logprobs = sample(sampler, prompt, mask, max_new_tokens=max_length, generator=generator,
+                                        **options)
         count, seconds = int(kept.sum()), time.perf_counter() - began  # the sum waits for the device
         few, rows = min(4, len(prompt)), min(4, len(prompt)) * options["group_size"]
         with torch.no_grad():
             again, _ = lm.token_logprobs(model, prompt[:few], tokens[:rows], mask=kept[:rows])
     difference = (again - logprobs[:rows]).abs()[kept[:rows]]
-    return {"tokens_per_second": count / seconds, "seconds": seconds, "tokens": count, "longest": int(kept.sum(1).max()),
-            "logprob_difference_mean": difference.mean().item(), "logprob_difference_max": difference.max().item()}, (tokens, kept, logprobs)
+    rates = {"tokens_per_second": count / seconds, "seconds": seconds, "tokens": count,
+             "longest": int(kept.sum(1).max()), "logprob_difference_mean": difference.mean().item(),
+             "logprob_difference_max": difference.max().item()}
+    return rates, (tokens, kept, logprobs)
 
 
 def training(model, batch, config, *, peak: float, repeats: int = 2) -> dict:
@@ -137,7 +146,8 @@ def training(model, batch, config, *, peak: float, repeats: int = 2) -> dict:
 
     options = {"algorithm": row, "generator": generator}
     lm.train_step(model, optimizer, first_prompts(batch, 2), config, **options)  # warm-up
-    seconds = min(timed(lm.train_step, model, optimizer, batch, config, device=device, **options)[0] for _ in range(repeats))
+    seconds = min(timed(lm.train_step, model, optimizer, batch, config, device=device, **options)[0]
+                  for _ in range(repeats))
     tokens = int(batch.mask.sum())
     return {"train_tokens_per_second": tokens / seconds, "train_seconds": seconds, "train_peak_gb": peak_memory(device),
             "processed_tokens_per_second": (tokens + int(batch.prompt_mask.sum())) / seconds,
@@ -147,8 +157,9 @@ def training(model, batch, config, *, peak: float, repeats: int = 2) -> dict:
 def first_prompts(batch, count: int):
     """The first groups of a Rollout."""
     rows = count * batch.rewards.shape[1]
-    return dataclasses.replace(batch, **{name: getattr(batch, name)[:count] for name in ("prompt", "prompt_mask", "rewards")},
-                               **{name: getattr(batch, name)[:rows] for name in ("tokens", "mask", "old_logprobs", "truncated")})
+    by_prompt, by_response = ("prompt", "prompt_mask", "rewards"), ("tokens", "mask", "old_logprobs", "truncated")
+    return dataclasses.replace(batch, **{name: getattr(batch, name)[:count] for name in by_prompt},
+                               **{name: getattr(batch, name)[:rows] for name in by_response})
 
 
 def peak_memory(device):
@@ -173,15 +184,16 @@ def check(*, device, shapes: dict, load: dict, learn_flags: str, parts, out, mat
     rate = matrix_rate(device, size=matrix_size, dtype=torch.bfloat16)
     name = machine(device)["device"]
     published = next((value for key, value in PEAK_BFLOAT16.items() if key in name), None)
-    result = {"machine": machine(device), "matrix_tflops": rate / 1e12, "published_tflops": published and published / 1e12, "load": load,
-              "seconds": {}}
+    result = {"machine": machine(device), "matrix_tflops": rate / 1e12,
+              "published_tflops": published and published / 1e12, "load": load, "seconds": {}}
 
     def learning():
         with tempfile.TemporaryDirectory() as folder:
             return learn(learn_flags, device=device, folder=folder)
 
-    measures = {"learn": learning} | {shape: lambda size=size: measure_shape(size, device=device, peak=published or rate, **load)
-                                      for shape, size in shapes.items()}
+    measures = {"learn": learning} | {
+        shape: lambda size=size: measure_shape(size, device=device, peak=published or rate, **load)
+        for shape, size in shapes.items()}
     for part in (part for part in measures if part in parts):
         began = time.perf_counter()
         result[part] = measures[part]()
@@ -200,22 +212,24 @@ def report(result: dict, shapes) -> None:
           f"(published peak: {result['published_tflops'] or 'not known'})")
     if learned := result.get("learn"):
         print(f"learning: not available: {learned['not_available']}" if "not_available" in learned else
-              f"learning: {learned['parameters'] / 1e6:.3g} M parameters, accuracy {learned['before']:.3f} → {learned['after']:.3f} "
-              f"(95 % {learned['low']:.3f}–{learned['high']:.3f}) in {learned['seconds']:.0f} s, {learned['tokens_per_second']:.0f} "
-              f"tokens/s; sampler and trainer agree to {learned['self_check_bfloat16']:.2g} in bfloat16")
+              f"learning: {learned['parameters'] / 1e6:.3g} M parameters, "
+              f"accuracy {learned['before']:.3f} → {learned['after']:.3f} "
+              f"(95 % {learned['low']:.3f}–{learned['high']:.3f}) in {learned['seconds']:.0f} s, "
+              f"{learned['tokens_per_second']:.0f} tokens/s; sampler and trainer agree to {learned['self_check_bfloat16']:.2g} in bfloat16")
     rows = []
     for shape in (shape for shape in shapes if shape in result):
         for name, way in result[shape]["rollout"].items():
             rows.append([shape, f"sample, {name}", *([way["not_available"], "", "", ""] if "not_available" in way else [
-                f"{way['tokens_per_second']:.0f}", f"{way['logprob_difference_mean']:.1e} / {way['logprob_difference_max']:.1e}", "",
+                f"{way['tokens_per_second']:.0f}",
+                f"{way['logprob_difference_mean']:.1e} / {way['logprob_difference_max']:.1e}", "",
                 gigabytes(result[shape]["rollout_peak_gb"])])])
-        rows.append([shape, "train", f"{result[shape]['train_tokens_per_second']:.0f}", "", f"{result[shape]['mfu']:.1%}",
-                     gigabytes(result[shape]["train_peak_gb"])])
+        rows.append([shape, "train", f"{result[shape]['train_tokens_per_second']:.0f}", "",
+                     f"{result[shape]['mfu']:.1%}", gigabytes(result[shape]["train_peak_gb"])])
     if rows:
         table(["shape", "what", "response tokens/s", "|Δ log π| mean / max", "of the peak", "peak GB"], rows)
     if run := result.get("paper_run"):
-        print(f"the paper's GSM8K run ({run['steps']} steps × {run['responses']} responses) at these rates: {run['hours']:.2g} h with "
-              f"{run['mean_length']} tokens a response, {run['hours_at_1024_tokens']:.2g} h with 1024")
+        print(f"the paper's GSM8K run ({run['steps']} steps × {run['responses']} responses) at these rates: "
+              f"{run['hours']:.2g} h with {run['mean_length']} tokens a response, {run['hours_at_1024_tokens']:.2g} h with 1024")
     print(", ".join(f"{part} {seconds:.0f} s" for part, seconds in result["seconds"].items()))
 
 
@@ -226,20 +240,23 @@ def gigabytes(value) -> str:
 def main(argv=None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="tiny shapes on CPU: only checks that everything runs")
-    parser.add_argument("--parts", default="learn,0.5b,1.5b", help="what to do, comma-separated (default learn,0.5b,1.5b)")
+    parser.add_argument("--parts", default="learn,0.5b,1.5b",
+                        help="what to do, comma-separated (default learn,0.5b,1.5b)")
     parser.add_argument("--learn", metavar="FLAGS", help=f"flags of 06 for the part learn (default {LEARN!r})")
     parser.add_argument("--out", default=RESULTS, help="folder of the result file (default benchmarks/results)")
     options = parser.parse_args(argv)
     if not (options.smoke or torch.cuda.is_available()):
-        print("error: this check needs a CUDA device, and torch sees none; --smoke runs it on CPU with tiny shapes", file=sys.stderr)
+        print("error: this check needs a CUDA device, and torch sees none; --smoke runs it on CPU with tiny shapes",
+              file=sys.stderr)
         sys.exit(2)
     device = torch.device("cpu" if options.smoke else "cuda")
     shapes = dict.fromkeys(SHAPES, SMOKE_SHAPE) if options.smoke else SHAPES
     parts = options.parts.split(",")
     if unknown := set(parts) - {"learn", *shapes}:
         parser.error(f"unknown part {', '.join(sorted(unknown))}; choose from learn, {', '.join(shapes)}")
-    result = check(device=device, shapes=shapes, load=SMOKE_LOAD if options.smoke else LOAD, parts=parts, out=options.out,
-                   learn_flags=options.learn or (SMOKE_LEARN if options.smoke else LEARN), matrix_size=256 if options.smoke else 8192)
+    load, learn_flags, matrix_size = (SMOKE_LOAD, SMOKE_LEARN, 256) if options.smoke else (LOAD, LEARN, 8192)
+    result = check(device=device, shapes=shapes, load=load, parts=parts, out=options.out,
+                   learn_flags=options.learn or learn_flags, matrix_size=matrix_size)
     report(result, shapes)
 
 
