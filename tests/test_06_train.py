@@ -15,7 +15,6 @@ import pytest
 import torch
 from conftest import TOKENIZERS, build_model, left_padded, right_padded
 from under_the_hood.evaluation import off_policyness
-from under_the_hood.models import recompute_activations
 from under_the_hood.tasks import Example
 
 lm = importlib.import_module("06_full_llm_training")
