@@ -68,7 +68,8 @@ def learn(flags: str, *, device, folder) -> dict:
     result = lm.train(config)
     lines = [line for line in lm.read_metrics(pathlib.Path(config.out)) if "tokens_per_second" in line]
     return {"flags": flags, "parameters": parameters, "model_seconds": seconds, **result,
-            "self_check_bfloat16": difference, "tokens_per_second": statistics.median(line["tokens_per_second"] for line in lines)}
+            "self_check_bfloat16": difference,
+            "tokens_per_second": statistics.median(line["tokens_per_second"] for line in lines)}
 
 
 # ---------------------------------------------------------------- how fast is it
@@ -215,7 +216,8 @@ def report(result: dict, shapes) -> None:
               f"learning: {learned['parameters'] / 1e6:.3g} M parameters, "
               f"accuracy {learned['before']:.3f} → {learned['after']:.3f} "
               f"(95 % {learned['low']:.3f}–{learned['high']:.3f}) in {learned['seconds']:.0f} s, "
-              f"{learned['tokens_per_second']:.0f} tokens/s; sampler and trainer agree to {learned['self_check_bfloat16']:.2g} in bfloat16")
+              f"{learned['tokens_per_second']:.0f} tokens/s; "
+              f"sampler and trainer agree to {learned['self_check_bfloat16']:.2g} in bfloat16")
     rows = []
     for shape in (shape for shape in shapes if shape in result):
         for name, way in result[shape]["rollout"].items():
@@ -229,7 +231,8 @@ def report(result: dict, shapes) -> None:
         table(["shape", "what", "response tokens/s", "|Δ log π| mean / max", "of the peak", "peak GB"], rows)
     if run := result.get("paper_run"):
         print(f"the paper's GSM8K run ({run['steps']} steps × {run['responses']} responses) at these rates: "
-              f"{run['hours']:.2g} h with {run['mean_length']} tokens a response, {run['hours_at_1024_tokens']:.2g} h with 1024")
+              f"{run['hours']:.2g} h with "
+              f"{run['mean_length']} tokens a response, {run['hours_at_1024_tokens']:.2g} h with 1024")
     print(", ".join(f"{part} {seconds:.0f} s" for part, seconds in result["seconds"].items()))
 
 
