@@ -298,6 +298,14 @@ def fail_on_one(argv):
     lm.main([*argv, "--reward", f"test_parallel:{'works' if os.environ['RANK'] == '0' else 'fails'}"])
 
 
+def test_too_few_held_out_questions_for_the_processes_are_refused_by_all(tiny_run, tmp_path):
+    """Three questions hold out one, which only --eval-questions of the flags cannot know."""
+    (tmp_path / "few.jsonl").write_text("".join(f'{{"question": "{i:b}", "answer": "1"}}\n' for i in range(3)))
+    argv = [*tiny_run[2], "--task", str(tmp_path / "few.jsonl"), "--out", str(tmp_path / "run")]
+    for status, output in processes.call_together(run, argv, folder=tmp_path):
+        assert status == 2 and "1 held-out questions are too few for 2 processes" in output.splitlines()[-1], output
+
+
 def works(question, response, answer):
     return 1.0
 
@@ -309,7 +317,7 @@ def fails(question, response, answer):
 def test_a_process_that_fails_ends_the_others_and_its_message_says_why(tiny_run, tmp_path):
     (first, others), (status, own) = processes.call_together(
         fail_on_one, [*tiny_run[2], "--steps", "1", "--out", str(tmp_path / "run")], folder=tmp_path)
-    assert status == 1 and "RuntimeError: no more" in own.splitlines()[-1], own
+    assert status == 2 and "RuntimeError: no more" in own.splitlines()[-1], own
     assert first == 1 and "stopped: another process failed" in others and "Traceback" not in others, others
 
 
