@@ -26,7 +26,7 @@ BEHAVIOUR = torch.tensor([0.3, 0.6, 0.1], dtype=torch.float64)  # π_b, who made
 # The policy in iteration t is π_t, the *anchor*. For one prompt we want a policy π near it that earns more reward r:
 #
 #     maximise   J(π) = Σ_y π(y)·r(y) − τ·KL(π ‖ π_t),      KL(π ‖ π_t) = Σ_y π(y)·log(π(y)/π_t(y)).             (3.1)
-# where y runs over all responses. Written as a single KL, J shows its maximiser. Join the sums, r = τ·log exp(r/τ):
+# where y runs over all responses. As a single KL, J shows its maximiser. Join the sums, with r = τ·log exp(r/τ):
 #
 #     J(π) = τ·Σ_y π(y)·[ log exp(r(y)/τ) + log π_t(y) − log π(y) ]
 #          = τ·Σ_y π(y)·log[ π_t(y)·exp(r(y)/τ) / π(y) ].
@@ -149,7 +149,7 @@ def two_gradients(policy, theta, old_theta, group, rewards, *, tau=TAU):
 
 
 def language_model(theta, second_token=1.0):
-    """(12,), three logits after each token and at the start → log π of the 27 WHOLE responses of three tokens."""
+    """Each of 3 tokens depends on the one before: (12,), logits after each token and at the start → log π (27,)."""
     after, start = theta.view(4, 3).log_softmax(-1).split((3, 1))
     return (start.view(3, 1, 1) + second_token * after.view(3, 3, 1) + after.view(1, 3, 3)).flatten()
 
@@ -157,7 +157,7 @@ def language_model(theta, second_token=1.0):
 lesson.section("4. One gradient step")
 both = two_gradients(lambda logits: logits.log_softmax(-1), BEHAVIOUR.log(), BEHAVIOUR.log(), [0, 1, 2], REWARDS)
 lesson.check("(3.10) bandit, each arm once: ∇L̂", both[0], [0.0888889, -0.0296296, -0.0592593], 1e-7)
-theta = torch.randn(12, dtype=torch.float64, generator=lesson.generator)
+theta = torch.randn(12, dtype=torch.float64, generator=lesson.generator)  # now a tiny language model, any responses:
 grades, own = torch.rand(27, dtype=torch.float64, generator=lesson.generator), language_model(theta).exp()
 sources = {"the policy itself": torch.multinomial(own, 5, replacement=True, generator=lesson.generator),
            "all, uniformly": torch.randint(27, (5,), generator=lesson.generator), "its least likely": own.argsort()[:5],
@@ -168,7 +168,7 @@ for name, group in sources.items():
 lesson.say("REINFORCE is the first step on this loss, whoever wrote the responses; and only the first.")
 
 # %% [markdown]
-# ## 5. One minimiser for all data, but not one step
+# ## 5. One minimiser for all data, but not one first step
 # Let a source π_b hand us a huge group. Of all its ordered pairs, the share π_b(i)·π_b(j) is (response i, response j):
 #
 #     L̂ = ½·Σ_i Σ_j π_b(i)·π_b(j)·(a_i − a_j)² / (1+τ)² = Var_{y~π_b}(a) / (1+τ)².                             (3.11)
@@ -177,7 +177,7 @@ lesson.say("REINFORCE is the first step on this loss, whoever wrote the response
 # (Many steps on one L̂ are the idea of REBEL and CoPG; REINFORCE takes one, moves the anchor there and starts over.)
 
 # %%
-lesson.section("5. One minimiser for all data, but not one step")
+lesson.section("5. One minimiser for all data, but not one first step")
 data = {"the anchor's (.3, .6, .1)": BEHAVIOUR, "uniform (⅓, ⅓, ⅓)": torch.ones_like(BEHAVIOUR) / 3,
         "mostly arm 3 (.1, .1, .8)": BEHAVIOUR.new_tensor([0.1, 0.1, 0.8])}
 paths = {name: [BEHAVIOUR.log()] for name in data}
@@ -241,9 +241,9 @@ lesson.say("Many turns change nothing in the step. Only luck keeps a policy from
 # (4−7q)/15, and c_3 > c_2 reads 7q > ⅔·(4−7q), so q > 8/35. If π_b(1) stays .3, then μ = .56 + .2q, and it reads
 # q·(.44−.2q) > (.7−q)·(.24−.2q), or .4q² − .82q + .168 < 0, so q > (.82 − √.4036)/.8.
 #
-# Two repairs: refresh the data from the policy now and then; or weigh each response by π_θ/π_b, which makes of (3.13)
+# Two repairs: refresh the data from the policy now and then; or weigh each response by π_θ/π_b, which turns (3.13) into
 #
-#     Σ_i π_θ(i)·(r_i − μ)·(e_i − π_θ) = π_θ⊙(r − μ) − π_θ·(J − μ) = π_θ⊙(r − J),      the gradient of J.       (3.14)
+#     Σ_i π_θ(i)·(r_i − μ)·(e_i − π_θ) = π_θ⊙(r − μ) − π_θ·(J − μ) = π_θ⊙(r − J),   ∇J, as on fresh data.       (3.14)
 
 # %%
 def bandit_drift(behaviour_probs, rewards):
