@@ -1,4 +1,4 @@
-"""What a grid says: its table read again, rows compared over seeds, the claims P1 … P8 judged, the tables of RESULTS written."""
+"""What a grid says: its runs read again, rows compared over seeds, the claims P1 … P8 judged, tables written."""
 
 import csv
 import pathlib
@@ -6,14 +6,16 @@ import pathlib
 import numpy as np
 
 DATA = pathlib.Path(__file__).resolve().parent.parent / "figures" / "data"
-WORDS = {"(1,0)": "fresh", "(20,0)": "refreshed every 20 steps", "(1,10)": "10 batches late", "offline": "never refreshed"}
+WORDS = {"(1,0)": "fresh", "(20,0)": "refreshed every 20 steps", "(1,10)": "10 batches late",
+         "offline": "never refreshed"}
 STALE = ("(20,0)", "(1,10)", "offline")
 
-# Every ratio is 1 on fresh data: nothing is clipped and every importance weight is 1. Rows that differ in nothing else are
-# one computation there, trained once, under the name of the first (a test compares their gradients).
+# Every ratio is 1 on fresh data: nothing is clipped and every importance weight is 1. Rows that differ in nothing else
+# are one computation there, trained once, under the name of the first (a test compares their gradients).
 SAME_WHEN_FRESH = dict.fromkeys((
-    "reinforce-is", "rec-oneside-is", "rec-oneside-nois", "rec-oneside-is (.6,2)", "rec-oneside-nois (.6,2)", "rec-twoside-is",
-    "rec-twoside-nois", "rec-ring-is", "rec-ring-nois"), "reinforce") | {"red-weight-oneside": "red-weight"}
+    "reinforce-is", "rec-oneside-is", "rec-oneside-nois", "rec-oneside-is (.6,2)", "rec-oneside-nois (.6,2)",
+    "rec-twoside-is", "rec-twoside-nois", "rec-ring-is", "rec-ring-nois"), "reinforce")
+SAME_WHEN_FRESH["red-weight-oneside"] = "red-weight"
 
 
 def twin(label: str, setting: str) -> str:
@@ -44,7 +46,7 @@ def curves(grid: list, row: str, setting: str, column: str = "eval_accuracy"):
 
 
 def final(grid, row, setting):
-    """Accuracy at the end of each run: the mean of its last three evaluations, (seeds,). One evaluation would be noisier."""
+    """Accuracy at the end of each run, (seeds,): the mean of its last three evaluations, for one would be noisier."""
     return curves(grid, row, setting)[1][:, -3:].mean(1)
 
 
@@ -59,7 +61,7 @@ def drop_from_peak(grid, row, setting):
     return values.max(1) - values[:, -3:].mean(1)
 
 
-# Student's t: its 97.5 % quantile for 1 … 9 degrees of freedom. More seeds than 10 take the last one, which is a little too wide.
+# Student's t: its 97.5 % quantile for 1 … 9 degrees of freedom. More than 10 seeds take the last, a little too wide.
 T_QUANTILES = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622)
 
 
@@ -73,15 +75,16 @@ def mean_interval(values) -> tuple:
 
 # %% ---------------------------------------------------------------------------------------------------------- claims
 
-# The rule. Two rows are compared by the paired difference over seeds (same seed: same base, data order and first batches) of the
-# final accuracy, with its 95 % t-interval, against a margin of 3 percentage points. The rule was fixed before the runs, with a
-# bootstrap interval; that one covers the truth in 76 % of the cases with 3 seeds, and in 85 % with 5.
+# The rule. Two rows are compared by the paired difference over seeds (same seed: same base, data order, first batches)
+# of the final accuracy, with its 95 % t-interval, against a margin of 3 percentage points. It was fixed before the
+# runs, but with a bootstrap interval, which turned out to cover the truth in 76 % of the cases with 3 seeds and in 85 %
+# with 5.
 MARGIN = 0.03
 KINDS = {"better": (MARGIN, np.inf), "no worse": (-MARGIN, np.inf), "equal": (-MARGIN, MARGIN), "rare": (-np.inf, 0.05)}
 
 
 def verdict(kind: str, low: float, high: float) -> str:
-    """holds: the whole interval lies within the bounds of its kind. does not hold: all of it lies outside. Else: not resolved."""
+    """holds: all of the interval lies within the bounds of its kind. does not hold: none of it. Else: not resolved."""
     least, most = KINDS[kind]
     if least < low and high < most:
         return "holds"
@@ -90,25 +93,28 @@ def verdict(kind: str, low: float, high: float) -> str:
 
 def compared(setting: str, what: str, values, kind: str) -> dict:
     mean, low, high = mean_interval(values)
-    return {"setting": setting, "what": what, "mean": mean, "low": low, "high": high, "verdict": verdict(kind, low, high)}
+    return {"setting": setting, "what": what, "mean": mean, "low": low, "high": high,
+            "verdict": verdict(kind, low, high)}
 
 
 def compare_rows(grid, first: str, second: str, setting: str, kind: str, value=final) -> dict:
     of = {speed: ", mean of the whole run", drop_from_peak: ", loss from the peak"}.get(value, "")
-    return compared(setting, f"{first} − {second}{of}", value(grid, first, setting) - value(grid, second, setting), kind)
+    difference = value(grid, first, setting) - value(grid, second, setting)
+    return compared(setting, f"{first} − {second}{of}", difference, kind)
 
 
 def judge(grid: list) -> dict:
-    """P1 … P8 → {"claim", "rows": the comparisons, "verdict"}. A claim holds when all its comparisons do, and fails when one fails."""
+    """P1 … P8 → {"claim", "rows": the comparisons, "verdict"}. It holds when all rows do, and fails when one does."""
     wide, narrow = "rec-oneside-nois (.6,2)", "rec-oneside-nois"
 
     def pairs(first, second, kind, value=final, settings=STALE):
         return [compare_rows(grid, first, second, setting, kind, value) for setting in settings]
 
     def gains(row):
-        return [compared(s, f"{row}: end − start", final(grid, row, s) - curves(grid, row, s)[1][:, 0], "no worse") for s in STALE]
+        return [compared(s, f"{row}: end − start", final(grid, row, s) - curves(grid, row, s)[1][:, 0], "no worse")
+                for s in STALE]
 
-    clipped = [compared(s, "share of tokens clipped", np.nanmean(curves(grid, wide, s, "clip_fraction")[1], axis=1), "rare")
+    clipped = [compared(s, "share of tokens clipped", np.nanmean(curves(grid, wide, s, "clip_fraction")[1], 1), "rare")
                for s in STALE]
     claims = {
         "P1": ("importance sampling is not needed: one-side NoIS equals IS equals GRPO on stale data",
@@ -121,7 +127,8 @@ def judge(grid: list) -> dict:
         "P5": ("ring and two-side clipping do no worse than one-side",
                pairs("rec-ring-nois", narrow, "no worse") + pairs("rec-twoside-nois", narrow, "no worse")),
         "P6": ("RED-Drop and RED-Weight do no worse than GRPO, on fresh data and refreshed every 20 steps",
-               [c for row in ("red-drop", "red-weight") for c in pairs(row, "grpo", "no worse", settings=("(1,0)", "(20,0)"))]),
+               [compare_rows(grid, row, "grpo", setting, "no worse") for row in ("red-drop", "red-weight")
+                for setting in ("(1,0)", "(20,0)")]),
         "P7": ("OPMD and AsymRE stabilise as well: they beat REINFORCE on stale data",
                pairs("rep-opmd", "reinforce", "better") + pairs("rep-asymre", "reinforce", "better")),
         "P8": ("with the enlarged range fewer than 5 % of the tokens are clipped", clipped),
@@ -147,25 +154,28 @@ def signed(row: dict) -> str:
 
 def verdict_table(grid: list, command: str) -> str:
     """The claims as a markdown table."""
-    lines = [f"| claim | what we see: difference in accuracy, 95 % t-interval over {seeds_of(grid)} seeds | verdict | command |",
-             "|---|---|---|---|"]
+    over = f"95 % t-interval over {seeds_of(grid)} seeds"
+    lines = [f"| claim | what we see: difference in accuracy, {over} | verdict | command |", "|---|---|---|---|"]
     short = {"holds": "✓", "does not hold": "✗", "not resolved": "?"}
     for name, result in judge(grid).items():
-        seen = "<br>".join(f"{short[r['verdict']]} {WORDS[r['setting']]}: {r['what']} {signed(r)}" for r in result["rows"])
+        seen = "<br>".join(f"{short[r['verdict']]} {WORDS[r['setting']]}: {r['what']} {signed(r)}"
+                           for r in result["rows"])
         lines.append(f"| **{name}** {result['claim']} | {seen} | **{result['verdict']}** | `{command}` |")
     return "\n".join(lines) + "\n"
 
 
 def conditions_table(grid: list) -> str:
-    """What the learning rate does to the claims that it might decide. The paper's grid adds the usual rate, for as many seeds."""
+    """What the learning rate does to the claims that it might decide. The paper's grid has the usual one."""
     grid = grid + [{**line, "setting": "(20,0) lr 0.0001"} for line in load_grid("paper")
                    if line["setting"] == "(20,0)" and line["seed"] < seeds_of(grid)]
     narrow, wide = "rec-oneside-nois", "rec-oneside-nois (.6,2)"
-    lines = ["| learning rate, refreshed every 20 steps | accuracy at the end: reinforce, reinforce-is, narrow clip, wide clip, "
-             f"red-drop | wide − narrow, mean over the run, 95 % t-interval over {seeds_of(grid)} seeds | red-drop − narrow, end | "
-             "reinforce-is − narrow, end |", "|---|---|---|---|---|"]
+    rows = ("reinforce", "reinforce-is", narrow, wide, "red-drop")
+    head = ("| learning rate, refreshed every 20 steps | accuracy at the end: reinforce, reinforce-is, narrow clip, "
+            f"wide clip, red-drop | wide − narrow, mean over the run, 95 % t-interval over {seeds_of(grid)} seeds | "
+            "red-drop − narrow, end | reinforce-is − narrow, end |")
+    lines = [head, "|---|---|---|---|---|"]
     for setting in sorted({line["setting"] for line in grid}, key=lambda name: float(name.split()[-1])):
-        ends = ", ".join(f"{final(grid, row, setting).mean():.2f}" for row in ("reinforce", "reinforce-is", narrow, wide, "red-drop"))
+        ends = ", ".join(f"{final(grid, row, setting).mean():.2f}" for row in rows)
         pairs = [compare_rows(grid, wide, narrow, setting, "better", speed)]
         pairs += [compare_rows(grid, row, narrow, setting, "no worse") for row in ("red-drop", "reinforce-is")]
         lines.append(f"| {setting.split()[-1]} | {ends} | {' | '.join(map(signed, pairs))} |")
@@ -179,12 +189,14 @@ def family_table(grid: list) -> str:
         mean, low, high = mean_interval(final(grid, row, "(20,0)"))
         distance = np.nanmean(curves(grid, row, "(20,0)", "kl_old")[1])
         results.append((mean, f"| `{row}` | {mean:.3f} [{low:.3f}, {high:.3f}] | {distance:.3f} |"))
-    head = f"| row | accuracy at the end, 95 % t-interval over {seeds_of(grid)} seeds | mean KL from the sampler |\n|---|---|---|\n"
+    over = f"95 % t-interval over {seeds_of(grid)} seeds"
+    head = f"| row | accuracy at the end, {over} | mean KL from the sampler |\n|---|---|---|\n"
     return head + "\n".join(line for _, line in sorted(results, reverse=True)) + "\n"
 
 
 def table(name: str) -> tuple:
     """(file name, markdown) of what a grid says; staleness has a picture only."""
     if name in ("paper", "hard"):
-        return f"{name}_claims.md", verdict_table(load_grid(name), f"python experiments/paper_grid.py --plot-only --grid {name}")
+        command = f"python experiments/paper_grid.py --plot-only --grid {name}"
+        return f"{name}_claims.md", verdict_table(load_grid(name), command)
     return f"{name}.md", {"family": family_table, "conditions": conditions_table}[name](load_grid(name))

@@ -1,19 +1,18 @@
 #!/usr/bin/env python3
-"""The paper's experiments on the built-in model: train a grid of runs, keep it as one table, draw the figures, judge the claims.
+"""The paper's experiments on the built-in model: train a grid of runs, keep it as a table, draw it, judge the claims.
 
-    python experiments/paper_grid.py                                train what is missing, then draw and judge
-    python experiments/paper_grid.py --plot-only                    draw and judge again from figures/data/*.csv, no training
-    python experiments/paper_grid.py --grid staleness --seeds 3     another grid: paper, staleness, family, hard, conditions
+    python experiments/paper_grid.py                               train what is missing, then draw and judge
+    python experiments/paper_grid.py --plot-only                   draw and judge from figures/data/*.csv, no training
+    python experiments/paper_grid.py --grid staleness --seeds 3    another grid (README.md beside this lists them)
 
-A *cell* is one run of 06: a row of the family, a staleness setting, a seed. Cells run in as many processes as there are cores,
-one thread each. A finished cell stands in figures/data/<grid>.csv under a key made of what determines its result, so a stopped
-grid goes on where it stopped, on another machine too. Nothing is tuned per row: all have 06's learning rate, batch and steps.
+A *cell* is one run of 06: a row of the family, a staleness setting, a seed. Cells run in as many processes as there are
+cores, one thread each. A finished cell stands in figures/data/<grid>.csv under a key made of what determines its
+result, so a stopped grid goes on where it stopped. Nothing is tuned per row: all have 06's learning rate, batch, steps.
 """
 
 import argparse
 import concurrent.futures
 import csv
-import functools
 import hashlib
 import importlib
 import json
@@ -39,8 +38,8 @@ from under_the_hood.runs import read_metrics, write_text
 # label → (algorithm of 06, what it overrides). "(.6,2)" is the paper's enlarged clipping range.
 ROWS = {name: (name, {}) for name in (
     "reinforce", "reinforce-is", "grpo", "rec-oneside-is", "rec-oneside-nois", "rec-oneside-is (.6,2)",
-    "rec-oneside-nois (.6,2)", "rec-oneside-nois 5×lr", "rec-twoside-is", "rec-twoside-nois", "rec-ring-is", "rec-ring-nois",
-    "rep-opmd", "rep-asymre", "red-drop", "red-weight", "red-weight-adaptive", "red-weight-oneside")}
+    "rec-oneside-nois (.6,2)", "rec-oneside-nois 5×lr", "rec-twoside-is", "rec-twoside-nois", "rec-ring-is",
+    "rec-ring-nois", "rep-opmd", "rep-asymre", "red-drop", "red-weight", "red-weight-adaptive", "red-weight-oneside")}
 for kind in ("is", "nois"):
     ROWS[f"rec-oneside-{kind} (.6,2)"] = (f"rec-oneside-{kind}", {"eps_low": 0.6, "eps_high": 2.0})
 ROWS["rec-oneside-nois 5×lr"] = ("rec-oneside-nois", {"learning_rate": 5e-4})
@@ -60,28 +59,32 @@ def trainer():
 
 
 def grid_cells(name: str, seeds: int) -> list:
-    """The cells of a grid as (label, setting, seed, options of 06), seed by seed, so that a stopped grid is still balanced."""
-    plan = [(label, setting, options) for setting, options in SETTINGS.items() for label in ROWS if label == twin(label, setting)]
+    """The cells of a grid as (label, setting, seed, options of 06), seed by seed: a stopped grid is still balanced."""
+    plan = [(label, setting, options) for setting, options in SETTINGS.items() for label in ROWS
+            if label == twin(label, setting)]
     if name == "staleness":
-        plan = [(label, f"({i},0)", {"sync_interval": i}) for i in INTERVALS if f"({i},0)" not in SETTINGS for label in SWEEP]
+        plan = [(label, f"({i},0)", {"sync_interval": i}) for i in INTERVALS if f"({i},0)" not in SETTINGS
+                for label in SWEEP]
     elif name == "hard":
         plan = [(label, setting, {**options, "task": "addition-3"}) for label, setting, options in plan]
     elif name == "family":
         plan = [(label, "(20,0)", SETTINGS["(20,0)"]) for label in trainer().ALGORITHMS]
     elif name == "conditions":  # where the enlarged range, and dropping alone, might show what the paper reports
-        plan = [(label, f"(20,0) lr {rate:g}", {**SETTINGS["(20,0)"], "learning_rate": rate}) for rate in (1e-5, 3e-5, 3e-4)
+        plan = [(label, f"(20,0) lr {rate:g}", {**SETTINGS["(20,0)"], "learning_rate": rate})
+                for rate in (1e-5, 3e-5, 3e-4)
                 for label in ("reinforce", "reinforce-is", "rec-oneside-nois", "rec-oneside-nois (.6,2)", "red-drop")]
     return [(label, setting, seed, dict(options)) for seed in range(seeds) for label, setting, options in plan]
 
 
-# What a run is, said in full, so that a new default of 06 changes no run here. The key of a run hashes these values in this
-# order, and no names: flags, fields and classes may be renamed. A new setting goes to the end, as None, which changes no key.
+# What a run is, said in full, so that a new default of 06 changes no run here. The key of a run hashes these values in
+# this order, and no names: flags, fields and classes may be renamed. A new setting goes to the end, as None, which
+# changes no key.
 DEFAULTS = {"algorithm": None, "steps": None, "seed": None, "model": "tiny", "task": "addition", "sync_interval": 1,
             "sync_offset": 0, "offline": False, "learning_rate": 1e-4, "prompts_per_step": 32, "group_size": 8,
             "temperature": 1.0, "max_new_tokens": 8, "max_grad_norm": 1.0, "eval_every": 15, "eval_questions": 256,
             "eval_samples": 2, "device": "cpu", "eps_low": None, "eps_high": None}
-# A row of ALGORITHMS, or a built-in model, that computes something else than before gets a higher number here; others are 1.
-# Then its runs in figures/data/ count no longer, and the next call trains them again.
+# A row of ALGORITHMS, or a built-in model, that computes something else than before gets a higher number here; others
+# are 1. Then its runs in figures/data/ count no longer, and the next call trains them again.
 VERSIONS = {}
 
 
@@ -115,16 +118,17 @@ def run_cell(cell, steps: int, cache_dir: str) -> list:
     sys.stdout = sys.stderr = open(os.devnull, "w")  # the grid's own progress bar is enough
     try:
         with tempfile.TemporaryDirectory() as out:
-            trainer().train(trainer().Config(**cell_settings(cell, steps=steps), save_every=steps + 1, out=out, overwrite=True,
-                                             cache_dir=cache_dir))
+            config = trainer().Config(**cell_settings(cell, steps=steps), save_every=steps + 1, out=out, overwrite=True,
+                                      cache_dir=cache_dir)
+            trainer().train(config)
             history = read_metrics(pathlib.Path(out))
     finally:
         sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
     return tidy(cell, history, key=cell_key(cell, steps=steps))
 
 
-COLUMNS = ("eval_accuracy", "eval_greedy", "reward", "kl_old", "clip_fraction", "entropy", "grad_norm", "ess", "ratio_max",
-           "staleness")
+COLUMNS = ("eval_accuracy", "eval_greedy", "reward", "kl_old", "clip_fraction", "entropy", "grad_norm", "ess",
+           "ratio_max", "staleness")
 
 
 def tidy(cell, history: list, *, key: str) -> list:
@@ -141,7 +145,7 @@ def tidy(cell, history: list, *, key: str) -> list:
 
 
 def train_grid(name: str, *, seeds: int, steps: int, jobs: int, cache_dir: str) -> None:
-    """Train the cells that figures/data/<name>.csv does not hold yet; each is added to the table when it is finished."""
+    """Train the cells that figures/data/<name>.csv does not hold yet; each is added there when it is finished."""
     from tqdm import tqdm
 
     path, cells = DATA / f"{name}.csv", grid_cells(name, seeds)
@@ -170,10 +174,10 @@ def main(argv=None) -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: the number of cores)")
     parser.add_argument("--cache-dir", default=str(ROOT / "cache"), help="where the built-in models are kept")
     parser.add_argument("--out", default=str(ROOT / "figures"), help="folder for the figures (default figures)")
-    parser.add_argument("--plot-only", action="store_true", help="draw and judge from the committed tables, without training")
+    parser.add_argument("--plot-only", action="store_true", help="draw and judge what is there; train nothing")
     args = parser.parse_args(argv)
     if args.seeds < 1 or args.steps < 45 or args.jobs < 1:
-        parser.error("--seeds and --jobs must be at least 1, and --steps at least 45 (three evaluations make the end of a run)")
+        parser.error("--seeds and --jobs must be at least 1, and --steps at least 45, for three evaluations at the end")
     if not args.plot_only:
         train_grid(args.grid, seeds=args.seeds, steps=args.steps, jobs=args.jobs, cache_dir=args.cache_dir)
     if args.grid in ("paper", "staleness"):

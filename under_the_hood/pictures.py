@@ -15,13 +15,16 @@ def plot_run(history: list, out: pathlib.Path, *, title: str) -> None:
     plot_series(axes[0], history, "reward", label="training reward", color="0.7", linestyle="-")
     plot_series(axes[0], history, "eval_accuracy", label="held-out accuracy, 95 %", color="black", linestyle="-")
     evaluations = [line for line in history if "eval_accuracy" in line]
-    axes[0].fill_between(*([line[key] for line in evaluations] for key in ("step", "eval_low", "eval_high")), color="0.85")
+    band = ([line[key] for line in evaluations] for key in ("step", "eval_low", "eval_high"))
+    axes[0].fill_between(*band, color="0.85")
     axes[0].legend()
-    for axis, key, name in zip(axes[1:], ("kl_old", "clip_fraction", "entropy"),
-                               ("KL(sampler ‖ policy) per token", "share of tokens clipped", "entropy (nats per token)")):
+    shown = {"kl_old": "KL(sampler ‖ policy) per token", "clip_fraction": "share of tokens clipped",
+             "entropy": "entropy (nats per token)"}
+    for axis, (key, name) in zip(axes[1:], shown.items()):
         plot_series(axis, history, key)
         axis.set_title(name)
-    axes[0].set_title(f"{title}: accuracy {evaluations[0]['eval_accuracy']:.2f} → {evaluations[-1]['eval_accuracy']:.2f}")
+    before, after = (evaluations[i]["eval_accuracy"] for i in (0, -1))
+    axes[0].set_title(f"{title}: accuracy {before:.2f} → {after:.2f}")
     for axis in axes:
         axis.set_xlabel("training step")
         axis.set_ylim(bottom=0)
@@ -45,7 +48,8 @@ def plot_comparison(histories: dict, out: pathlib.Path, *, setting: str) -> None
         axis.set_xlabel("training step")
         axis.set_ylim(bottom=0)
     axes[0].legend()
-    ends = {name: [line["eval_accuracy"] for line in history if "eval_accuracy" in line] for name, history in histories.items()}
+    ends = {name: [line["eval_accuracy"] for line in history if "eval_accuracy" in line]
+            for name, history in histories.items()}
     fig.suptitle(f"{setting}: accuracy " + ", ".join(f"{name} {a[0]:.2f} → {a[-1]:.2f}" for name, a in ends.items()))
     save_figure(fig, out, "compare")
 
@@ -81,12 +85,12 @@ def panel_of(family: str, algorithm) -> str:
 
 
 def draw_map(directory, families: dict, weight) -> None:
-    """--map: 06_family.png, the weight on ∇log π against ρ, of every row. Rows with the same curve share a line of the legend.
+    """--map: 06_family.png, the weight on ∇log π against ρ, of every row. Rows with the same curve share a line.
 
-    families: REC, REP, … → {name: algorithm}; weight(algorithm, ratio, advantages): gradient_weight with 06's loss filled in.
+    families: REC, REP, … → {name: algorithm}; weight(algorithm, ratio, advantages): gradient_weight, with 06's loss.
     """
-    ratio = torch.cat([torch.logspace(-1, 0.7, 800, dtype=torch.float64), torch.linspace(0.999, 1.001, 801, dtype=torch.float64)])
-    ratio, panels, place = ratio.sort().values, {}, {}
+    wide, narrow = torch.logspace(-1, 0.7, 800).double(), torch.linspace(0.999, 1.001, 801, dtype=torch.float64)
+    ratio, panels, place = torch.cat([wide, narrow]).sort().values, {}, {}
     for family, rows in families.items():
         for name, algorithm in rows.items():
             panel = panel_of(family, algorithm)
@@ -119,5 +123,6 @@ def draw_map(directory, families: dict, weight) -> None:
     fig.supxlabel("ratio ρ = π/π_old of a response of one token: how far the policy has moved since the sampler")
     fig.supylabel("weight on ∇log π: 0 stops learning from this token")
     rows = sum(map(len, families.values()))
-    fig.suptitle(f"{rows} algorithms, {len(place)} shapes of one weight: clipping cuts it to 0, a penalty moves it, shaping scales it")
+    fig.suptitle(f"{rows} algorithms, {len(place)} shapes of one weight: clipping cuts it to 0, a penalty moves it, "
+                 "shaping scales it")
     save_figure(fig, directory, "06_family")

@@ -1,7 +1,10 @@
-"""The reward of tool calling, --reward recipes.tool_reward:exact_call: 1 when a reply holds exactly the expected call, else 0.
+"""The reward of tool calling: 1 when a reply holds exactly the expected call, else 0.
 
-A call is a JSON object with a name and its arguments, {"name": "add", "arguments": {"a": 1, "b": 2}}. Prose or a code fence may
-stand around it. The order of keys and the white space do not matter; 1, 1.0, "1" and true are four different arguments.
+    --reward experiments.recipes.tool_reward:exact_call
+
+A call is a JSON object with a name and its arguments, {"name": "add", "arguments": {"a": 1, "b": 2}}. Prose or a code
+fence may stand around it. The order of keys and the white space do not matter; 1, 1.0, "1" and true are four different
+arguments.
 """
 
 import json

@@ -19,8 +19,8 @@ def synthetic(values):
     for (row, setting), seeds in values.items():
         for seed, (base, end) in enumerate(seeds):
             for i, step in enumerate(range(0, 130, 10)):
-                rows.append({"row": row, "setting": setting, "seed": float(seed), "step": float(step), "clip_fraction": 0.01,
-                             "eval_accuracy": base if i == 0 else end})
+                rows.append({"row": row, "setting": setting, "seed": float(seed), "step": float(step),
+                             "clip_fraction": 0.01, "eval_accuracy": base if i == 0 else end})
     return rows
 
 
@@ -42,7 +42,7 @@ def test_the_interval_covers_the_truth_as_often_as_it_says(seeds, draw):
 
 
 def test_students_quantiles_are_those_of_its_density():
-    """The area under t's density, ∝ (1 + x²/d)^(−(d+1)/2), from −q to q is .95. With x = √d·tan φ it is ∝ cos^(d−1) φ dφ."""
+    """The area under t's density, ∝ (1 + x²/d)^(−(d+1)/2), from −q to q is .95; x = √d·tan φ: ∝ cos^(d−1) φ dφ."""
     for degrees, quantile in enumerate(claims.T_QUANTILES, 1):
         phi = np.linspace(0, np.pi / 2, 200_001)
         density = np.cos(phi) ** (degrees - 1)
@@ -60,10 +60,12 @@ def test_one_seed_resolves_nothing_and_many_seeds_take_the_last_quantile():
 
 def test_rows_are_compared_seed_by_seed():
     # Seeds differ by far more than the rows do: only the paired difference resolves it.
-    grid = synthetic({("a", "s"): [(0.4, 0.41), (0.4, 0.60), (0.4, 0.80)], ("b", "s"): [(0.4, 0.35), (0.4, 0.55), (0.4, 0.75)]})
+    grid = synthetic({("a", "s"): [(0.4, 0.41), (0.4, 0.60), (0.4, 0.80)],
+                      ("b", "s"): [(0.4, 0.35), (0.4, 0.55), (0.4, 0.75)]})
     result = claims.compare_rows(grid, "a", "b", "s", "better")
     half = 4.3027 * 0.01 / 3  # differences .06, .05, .05: s = .01/√3, and s/√3 = .01/3
-    assert (result["mean"], result["low"]) == pytest.approx((0.16 / 3, 0.16 / 3 - half)) and result["verdict"] == "holds"
+    assert (result["mean"], result["low"]) == pytest.approx((0.16 / 3, 0.16 / 3 - half))
+    assert result["verdict"] == "holds"
     assert claims.compare_rows(grid, "b", "a", "s", "better")["verdict"] == "does not hold"
 
 
@@ -72,7 +74,7 @@ def test_rows_are_compared_seed_by_seed():
 
 @pytest.mark.parametrize("kind, low, high, expected", [
     ("better", 0.04, 0.10, "holds"), ("better", 0.02, 0.10, "not resolved"), ("better", -0.10, 0.02, "does not hold"),
-    ("no worse", -0.02, 0.50, "holds"), ("no worse", -0.04, 0.50, "not resolved"), ("no worse", -0.2, -0.04, "does not hold"),
+    ("no worse", -0.02, 1, "holds"), ("no worse", -0.04, 1, "not resolved"), ("no worse", -1, -0.04, "does not hold"),
     ("equal", -0.02, 0.02, "holds"), ("equal", -0.04, 0.02, "not resolved"), ("equal", 0.04, 0.08, "does not hold"),
     ("rare", 0.01, 0.04, "holds"), ("rare", 0.04, 0.06, "not resolved"), ("rare", 0.06, 0.08, "does not hold"),
 ])
@@ -106,7 +108,7 @@ def test_a_claim_holds_when_all_its_comparisons_do_and_fails_when_one_fails():
 
 
 def test_rows_that_share_their_runs_on_fresh_data_have_one_gradient():
-    """Every ratio is 1 there. The gradient of each row's loss, advantages included, is its twin's, and no other row's."""
+    """Every ratio is 1 there. The gradient of each row's loss, advantages included, is its twin's."""
     rewards = torch.tensor([[1.0, 0, 0, 1, 0, 1], [1.0, 0, 0, 0, 0, 0]])
     logprobs, mask = -torch.rand(12, 3, dtype=torch.float64), torch.arange(3) <= torch.arange(12)[:, None] % 3
 
@@ -129,7 +131,7 @@ def test_rows_that_share_their_runs_on_fresh_data_have_one_gradient():
 
 
 def test_the_keys_are_frozen():
-    """A finished run is found under its key. One that changes is lost: bring the old key back, or migrate figures/data/*.csv."""
+    """A finished run is found under its key. If that changes, it is lost: restore the key, or migrate the tables."""
     cells = {cell[:3]: cell for cell in paper_grid.grid_cells("paper", 3)}
     assert paper_grid.cell_key(cells["grpo", "(20,0)", 1], steps=120) == "8401c56ea101"
     assert paper_grid.cell_key(cells["rec-oneside-nois (.6,2)", "offline", 2], steps=120) == "30b7016c9992"
@@ -138,14 +140,15 @@ def test_the_keys_are_frozen():
 def test_a_key_depends_on_what_determines_the_result_and_on_no_name(monkeypatch):
     cell = ("grpo", "(20,0)", 0, {"sync_interval": 20})
     key = paper_grid.cell_key(cell, steps=120)
-    for other in (("rloo", *cell[1:]), (*cell[:2], 1, cell[3]), (*cell[:3], {"sync_interval": 10}), (*cell[:3], {"task": "addition-3"})):
+    for other in (("rloo", *cell[1:]), (*cell[:2], 1, cell[3]), (*cell[:3], {"sync_interval": 10}),
+                  (*cell[:3], {"sync_interval": 20, "task": "addition-3"})):
         assert paper_grid.cell_key(other, steps=120) != key
     assert paper_grid.cell_key(cell, steps=121) != key
     assert paper_grid.cell_key(("grpo", "another word", *cell[2:]), steps=120) == key
     settings = paper_grid.cell_settings(cell, steps=120)
+    renamed = {name if name in ("algorithm", "model") else name[::-1]: value for name, value in settings.items()}
     with monkeypatch.context() as patch:  # every flag renamed, and a new one added
-        patch.setattr(paper_grid, "cell_settings", lambda *_, **__: {**{
-            name if name in ("algorithm", "model") else name[::-1]: value for name, value in settings.items()}, "new": None})
+        patch.setattr(paper_grid, "cell_settings", lambda *_, **__: {**renamed, "new": None})
         assert paper_grid.cell_key(cell, steps=120) == key
     for name in ("grpo", "tiny"):  # which computes something else than it did
         with monkeypatch.context() as patch:
@@ -154,13 +157,14 @@ def test_a_key_depends_on_what_determines_the_result_and_on_no_name(monkeypatch)
 
 
 def test_rows_and_base_model_compute_what_they_did_when_their_runs_were_made():
-    """Who changes one of them on purpose gives it a higher number in VERSIONS, trains it again, and puts the new number here."""
+    """Who changes one on purpose gives it a higher number in VERSIONS, trains it again, and puts the new value here."""
     from under_the_hood.models import TINY
     assert [*TINY.values()] == [96, 320, 3, 4, 4, 64, 0.6, {1: 200, 2: 700, 3: 1500}, 256, 2e-3]
     rewards = torch.tensor([[1.0, 0, 0, 1, 0, 1], [1.0, 0, 0, 0, 0, 0]]).double()
     responses = torch.arange(12)[:, None]
     mask = (torch.arange(41) - 20).abs() <= 20 - responses // 2
-    moved = torch.linspace(-1.3, 1.3, 41, dtype=torch.float64) + 1e-4 * (responses - 6)  # log-ratios on all sides of all bounds
+    # Log-ratios on all sides of all bounds, those of whole responses included.
+    moved = torch.linspace(-1.3, 1.3, 41, dtype=torch.float64) + 1e-4 * (responses - 6)
     found = {}
     for name, row in lm.ALGORITHMS.items():
         advantages = lm.shaped_advantages(rewards, mask.sum(1).view(2, 6), algorithm=row, noise_rates=(0.1, 0.2),
@@ -187,11 +191,13 @@ def test_nothing_is_tuned_per_row():
     """Every cell has 06's learning rate, batch and temperature, but for the row that is about the learning rate."""
     cells, config = paper_grid.grid_cells("paper", seeds=5), lm.Config()
     assert len({paper_grid.cell_key(cell, steps=120) for cell in cells}) == len(cells) == 310
-    varied = {"algorithm", "steps", "seed", "sync_interval", "sync_offset", "offline", "eval_every", "eval_samples", "device"}
+    varied = {"algorithm", "steps", "seed", "sync_interval", "sync_offset", "offline", "eval_every", "eval_samples",
+              "device"}
     for cell in cells:
         settings = paper_grid.cell_settings(cell, steps=120)
         tuned = {name for name, value in settings.items() if name not in varied and value != getattr(config, name)}
-        assert tuned == {"rec-oneside-nois 5×lr": {"learning_rate"}}.get(cell[0], {"eps_low", "eps_high"} if "2)" in cell[0] else set())
+        bounds = {"eps_low", "eps_high"} if "(.6,2)" in cell[0] else set()
+        assert tuned == ({"learning_rate"} if "5×lr" in cell[0] else bounds)
         lm.Config(**settings)  # every name is a flag
 
 
@@ -225,7 +231,7 @@ def test_a_stopped_grid_goes_on_where_it_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr(paper_grid.concurrent.futures, "ProcessPoolExecutor", Inline)
     monkeypatch.setattr(paper_grid.concurrent.futures, "as_completed", lambda futures: futures)
     monkeypatch.setattr(paper_grid, "built_in_model", lambda *args: None)
-    monkeypatch.setattr(paper_grid, "grid_cells", lambda name, seeds: [("grpo", "(1,0)", seed, {}) for seed in range(4)])
+    monkeypatch.setattr(paper_grid, "grid_cells", lambda name, seeds: [("grpo", "(1,0)", i, {}) for i in range(4)])
     resumed = False
     with pytest.raises(KeyboardInterrupt):
         paper_grid.train_grid("paper", seeds=4, steps=120, jobs=1, cache_dir="")
@@ -242,16 +248,19 @@ def test_a_cell_is_a_run_of_06(tmp_path, monkeypatch):
     def train(config):
         seen.append(config)
         (paper_grid.pathlib.Path(config.out) / "metrics.jsonl").write_text(
-            '{"step": 0, "eval_accuracy": 0.4}\n{"step": 1, "kl_old": 1.0}\n{"step": 2, "kl_old": 3.0, "eval_accuracy": 0.5}\n')
+            '{"step": 0, "eval_accuracy": 0.4}\n{"step": 1, "kl_old": 1.0}\n'
+            '{"step": 2, "kl_old": 3.0, "eval_accuracy": 0.5}\n')
 
     monkeypatch.setattr(lm, "train", train)
     threads = torch.get_num_threads()
-    first, second = paper_grid.run_cell(("rec-oneside-nois (.6,2)", "(20,0)", 3, {"sync_interval": 20}), 60, str(tmp_path))
+    cell = ("rec-oneside-nois (.6,2)", "(20,0)", 3, {"sync_interval": 20})
+    first, second = paper_grid.run_cell(cell, 60, str(tmp_path))
     torch.set_num_threads(threads)
-    assert (first["kl_old"], second["kl_old"], second["eval_accuracy"], second["step"], second["seed"]) == ("", 2.0, 0.5, 2, 3)
+    assert (first["step"], first["eval_accuracy"], first["kl_old"]) == (0, 0.4, "")
+    assert (second["step"], second["eval_accuracy"], second["kl_old"], second["seed"]) == (2, 0.5, (1 + 3) / 2, 3)
     config = seen[0]
-    assert (config.algorithm, config.eps_high, config.sync_interval, config.steps, config.seed) == ("rec-oneside-nois", 2.0, 20, 60, 3)
-    assert config.save_every > config.steps and config.overwrite
+    assert (config.algorithm, config.eps_high, config.sync_interval) == ("rec-oneside-nois", 2.0, 20)
+    assert (config.steps, config.seed) == (60, 3) and config.save_every > config.steps and config.overwrite
 
 
 # ------------------------------------------------------------------------------------------------ what is committed
@@ -270,17 +279,19 @@ def test_the_committed_table_holds_whole_runs_of_its_own_grid_and_all_of_them(na
         assert {(line["row"], line["setting"], line["seed"]) for line in lines} == {(label, setting, seed)}
         assert [line["step"] for line in lines] == list(range(0, 121, 15))
         assert all(0 <= line["eval_accuracy"] <= 1 for line in lines)
+    for seed in range(seeds):  # paired: all rows begin with the same model and the same evaluation
+        assert len({lines[0]["eval_accuracy"] for lines in runs.values() if lines[0]["seed"] == seed}) == 1
 
 
 @pytest.mark.parametrize("grid", ["paper", "hard", "family", "conditions"])
 def test_the_tables_say_what_the_committed_runs_say(grid):
-    """figures/data/*.md, and every page that quotes one between <!-- name --> and <!-- end -->, computed again from the runs."""
+    """figures/data/*.md, and RESULTS.md between <!-- name --> and <!-- end -->, computed again from the runs."""
     name, text = claims.table(grid)
     assert (claims.DATA / name).read_text(encoding="utf-8") == text
     page = ROOT / "RESULTS.md"
     if not page.exists():
         pytest.skip("RESULTS.md quotes these tables")
-    assert re.findall(rf"<!-- {name} -->\n(.*?)<!-- end -->", page.read_text(encoding="utf-8"), re.S) == [text]
+    assert re.findall(rf"<!-- {name} -->\n(.*?)<!-- end -->", page.read_text(encoding="utf-8"), re.DOTALL) == [text]
 
 
 def test_a_title_gives_its_message_only_with_the_verdict_it_was_written_for():
