@@ -53,13 +53,13 @@ from under_the_hood import comparison, evaluation, fast, friends, options, paged
 from under_the_hood.answers import extract_answer, is_correct  # noqa: F401 (copied out from here)
 from under_the_hood.batching import micro_batches
 from under_the_hood.engines import choose_engine, compute_gap
-from under_the_hood.errors import RunStopped, UserError, one_line
+from under_the_hood.errors import RunStopped, UserError, one_line, require
 from under_the_hood.exercises import EXERCISES
 from under_the_hood.friends import adaptive_temperature, hint_weight
 from under_the_hood.lora import add_adapters
 from under_the_hood.models import (autocast, autocast_dtype, copy_for_sampling, decode, drop_long_prompts,
                                    encode_prompts, in_eval_mode, load_model, model_inputs, next_cache,
-                                   recompute_activations, stop_ids)
+                                   recompute_activations, set_chat_options, stop_ids)
 from under_the_hood.options import option
 from under_the_hood.runs import METRICS, Run
 from under_the_hood.tasks import load_task, reward_function
@@ -76,6 +76,9 @@ class ModelOptions:
                        "steps), gsm8k (hub, or the folder in GSM8K_DIR), or a .jsonl file of {question, answer}")
     reward: str | None = option(None, "module:function of your own, called with (question, response, answer), returns "
                                 "a number", "1 for the right answer, else 0")
+    on_unscored: str = option("stop", "a reward of None or NaN: stop, or leave-out (that response teaches nothing)")
+    system_prompt: str | None = option(None, "system message in front of every question, for chat models", "none")
+    chat_template_kwargs: str = option("{}", "JSON of switches for the chat template: '{\"enable_thinking\": false}'")
     eval_questions: int = option(256, "held-out questions in an evaluation")
     max_prompt_tokens: int = option(512, "longest prompt, in tokens; longer questions are left out")
 
@@ -329,6 +332,9 @@ def shaped_advantages(rewards, lengths, *, algorithm: Algorithm, generator=None,
 
     noise_rates: (ρ⁺, ρ⁻) that correct_noise undoes; number: which batch of the run this is, for ICPO's decaying bonus.
     """
+    if rewards.isnan().any():  # responses that the verifier could not judge
+        return friends.advantages_of_scored(shaped_advantages, rewards, lengths, algorithm=algorithm,
+                                            generator=generator, noise_rates=noise_rates, number=number)
     rewards, advantages = friends.friendly_advantages(rewards, lengths, algorithm=algorithm, number=number,
                                                       noise_rates=noise_rates)
     if advantages is not None:  # a row with a baseline of its own
@@ -586,7 +592,7 @@ def collect(model, tokenizer, examples, config: Config, *, version, generator, a
             tokens, mask, logprobs = ENGINES[config.engine][0](model, prompt, prompt_mask, **settings)
     texts, asked = decode(tokenizer, tokens, mask), [e for e in examples for _ in range(config.group_size)]
     try:
-        reward = reward_function(config.reward, config.task)
+        reward = reward_function(config.reward, config.task, config.on_unscored)
         rewards = [float(reward(e.question, text, e.answer)) for e, text in zip(asked, texts)]
         rewards = torch.tensor(rewards, device=device).view(len(examples), -1)
         if algorithm:
@@ -594,9 +600,11 @@ def collect(model, tokenizer, examples, config: Config, *, version, generator, a
                                                generator=generator)
     except (ValueError, ImportError) as error:
         raise UserError(one_line(error)) from error
+    require(not rewards.isinf().any() and not rewards.isnan().all(), "rewards must be numbers that float32 can hold")
     ended = (torch.isin(tokens, torch.tensor(sorted(settings["eos_ids"]), device=device)) & mask).any(1)
     samples = [{"question": e.question, "response": texts[i * config.group_size], "answer": e.answer,
                 "reward": rewards[i, 0].item()} for i, e in enumerate(examples[:4])]
+    mask = mask & ~rewards.isnan().view(-1, 1)  # an unscored response teaches nothing and counts for nothing
     return Rollout(prompt, prompt_mask, tokens, mask, logprobs, rewards, ~ended, version, samples, hinted, number)
 
 
@@ -609,11 +617,14 @@ def train_step(model, optimizer, batch: Rollout, config: Config, *, algorithm: A
     sharded, lengths = parallel.is_sharded(model), batch.mask.sum(1).view_as(batch.rewards)
     token_logprobs = logprobs_fn(model, config)
     all_rewards, all_lengths = parallel.gather(batch.rewards), parallel.gather(lengths)
-    advantages = shaped_advantages(all_rewards, all_lengths, algorithm=algorithm, generator=generator,
-                                   noise_rates=friends.noise_rates(config), number=batch.number)
+    try:
+        advantages = shaped_advantages(all_rewards, all_lengths, algorithm=algorithm, generator=generator,
+                                       noise_rates=friends.noise_rates(config), number=batch.number)
+    except ValueError as error:
+        raise UserError(f"{config.algorithm} cannot use these rewards: {one_line(error)}") from error
     advantages, total = advantages.chunk(parallel.size())[parallel.rank()], all_lengths.sum()
-    weights = token_weights(batch.mask, aggregation=algorithm.aggregation, tokens=total, sequences=all_lengths.numel(),
-                            constant=config.max_new_tokens)
+    weights = token_weights(batch.mask, aggregation=algorithm.aggregation, tokens=total,
+                            sequences=int((all_lengths > 0).sum()), constant=config.max_new_tokens)
     sums, all_logprobs = Counter(), torch.zeros_like(batch.old_logprobs)
     optimizer.zero_grad()
     for (prompts, rows, width, with_gradient), counts in micro_batches(model, batch, advantages, config, algorithm):
@@ -653,6 +664,7 @@ def train(config: Config) -> dict:
         task = load_task(config)
         model, tokenizer = load_model(config.model if config.lora_rank or run.is_new else run.folder, device=device,
                                       cache_dir=config.cache_dir, task=config.task)
+    set_chat_options(tokenizer, config)
     task = drop_long_prompts(task, model, tokenizer, config)
     if config.lora_rank:
         add_adapters(model, rank=config.lora_rank, folder=run.folder)

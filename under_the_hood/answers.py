@@ -7,6 +7,7 @@ extract_answer, is_correct, math_reward and load_reward.
 
 import functools
 import importlib
+import inspect
 import json
 import os
 import re
@@ -197,11 +198,11 @@ def math_reward(text, gold) -> float:
     return float(symbolic_equal(part, wanted))
 
 
-def load_reward(spec: str):
+def load_reward(spec: str, *, unscored=False):
     """'module:function' → reward(question, text, gold) → float, which checks the user's function at every call.
 
     ValueError, one line that names the function: here, when it cannot be loaded; at a call, when it raises or returns
-    anything but a finite number (a bool is one).
+    anything but a finite number (a bool is one). unscored: None and NaN are no mistake, and come back as NaN.
     """
     def fail(problem, cause=None):
         raise ValueError(" ".join(f"reward {spec!r} {problem}".split())[:300]) from cause
@@ -217,6 +218,8 @@ def load_reward(spec: str):
         fail(f"cannot be imported ({type(error).__name__}: {error})", error)
     if not callable(function):
         fail(f"cannot be used: {module_name} has no function {name}")
+    if inspect.iscoroutinefunction(function):
+        fail("is an async function; make it an ordinary one that waits for its result")
 
     def reward(question, text, gold) -> float:
         try:
@@ -224,6 +227,8 @@ def load_reward(spec: str):
             value = value.item() if hasattr(value, "item") else value  # a scalar of numpy or torch
         except (Exception, SystemExit) as error:
             fail(f"raised {type(error).__name__}: {error}", error)
+        if unscored and (value is None or value != value):
+            return float("nan")
         if not isinstance(value, (int, float)) or not -1e308 < value < 1e308:
             fail(f"returned {value if isinstance(value, float) else type(value).__name__}, not a finite number")
         return float(value)

@@ -11,7 +11,7 @@ import torch
 from under_the_hood import parallel
 from under_the_hood.engines import choose_engine
 from under_the_hood.errors import require
-from under_the_hood.models import drop_long_prompts, load_model
+from under_the_hood.models import drop_long_prompts, load_model, set_chat_options
 from under_the_hood.runs import random_state, restore_random, write_text
 from under_the_hood.tasks import load_task
 from utils import pick_device
@@ -20,10 +20,19 @@ from utils import pick_device
 def batch_metrics(metrics: dict, batch, rewards, lengths, logprobs) -> dict:
     """The metrics of a step as numbers, and those of its batch added; rewards, lengths: (P, K) of all processes."""
     metrics |= off_policyness(logprobs, batch.old_logprobs, batch.mask)
-    metrics |= {"reward": rewards.mean(), "completion_length": lengths.float().mean(),
+    unscored, rewards = rewards.isnan(), filled(rewards)
+    metrics |= {"reward": rewards[~unscored].mean(), "completion_length": lengths.float().mean(),
                 "truncated": parallel.gather(batch.truncated.float()).mean(),
                 "flat_groups": (rewards.amax(1) == rewards.amin(1)).float().mean()}
+    if unscored.any():
+        metrics["unscored"] = unscored.float().mean()
     return {name: float(value) for name, value in metrics.items()}
+
+
+def filled(rewards):
+    """(P, K) rewards in which the group's largest stands for NaN, a response that the verifier could not judge."""
+    known = rewards.where(~rewards.isnan(), -math.inf).amax(1, keepdim=True)
+    return torch.where(rewards.isnan(), known.where(known > -math.inf, 0.0), rewards)
 
 
 def off_policyness(logprobs, old_logprobs, mask) -> dict:
@@ -57,14 +66,18 @@ def evaluate(collect, model, tokenizer, task, config) -> dict:
             rewards.append(collect(model, tokenizer, examples, part, version=0, generator=generator).rewards)
     restore_random(before)  # a reward may have drawn from the global generators
     sampled, greedy = (parallel.gather(torch.cat(part)).cpu().double() for part in (sampled, greedy))
-    greedy = greedy[:, 0]
     metrics = {}
-    for name, values in (("accuracy", sampled.mean(1)), ("greedy", greedy)):
+    for name, values in (("accuracy", sampled.nanmean(1)), ("greedy", greedy[:, 0])):
+        values = values[~values.isnan()]  # a question counts if the verifier could judge an answer to it
+        require(len(values) > 0, "the verifier could judge no answer of the evaluation")
         low, high = interval_95(values)
         prefix = "eval" if name == "accuracy" else "eval_greedy"
         metrics |= {f"eval_{name}": values.mean().item(), f"{prefix}_low": low, f"{prefix}_high": high}
+    if sampled.isnan().any():
+        metrics["eval_unscored"] = sampled.isnan().double().mean().item()
+        sampled = sampled[~sampled.isnan().any(1)]
     correct = (sampled >= 1).sum(1).tolist()
-    sizes = sorted({2**i for i in range(1, count.bit_length())} | {count} - {1})
+    sizes = sorted({2**i for i in range(1, count.bit_length())} | {count} - {1}) if correct else []
     return metrics | {f"eval_pass_at_{k}": pass_at_k(correct, samples=count, k=k) for k in sizes}
 
 
@@ -103,6 +116,7 @@ def evaluate_only(config, collect, engines: dict) -> None:
     """--eval-only: print the evaluation of --model, and write it to evaluation.json where --out is given."""
     started, device, task = time.perf_counter(), pick_device(config.device), load_task(config)
     model, tokenizer = load_model(config.model, device=device, cache_dir=config.cache_dir, task=config.task)
+    set_chat_options(tokenizer, config)
     task = drop_long_prompts(task, model, tokenizer, config)
     config = choose_engine(model, tokenizer, task, config, engines)
     metrics = evaluate(collect, model, tokenizer, task, config)

@@ -14,8 +14,9 @@ import torch
 from under_the_hood import parallel
 from under_the_hood.answers import extract_answer, load_reward
 from under_the_hood.errors import UserError, require
-from under_the_hood.evaluation import interval_95
-from under_the_hood.models import autocast, context_length, decode, drop_long_prompts, encode_prompts, load_model
+from under_the_hood.evaluation import filled, interval_95
+from under_the_hood.models import (autocast, context_length, decode, drop_long_prompts, encode_prompts, load_model,
+                                   set_chat_options)
 from under_the_hood.tasks import batch_examples, load_task, reward_function
 from utils import pick_device
 
@@ -28,11 +29,11 @@ def training_rewards(rewards, asked, texts, lengths, config, *, algorithm, gener
         rewards = noisy_verdicts(rewards, rate_pair(config.reward_noise, flag="--reward-noise"), generator=generator)
     if algorithm.graded:
         judge = load_reward(config.step_reward) if config.step_reward else leading_digits
-        wrong = rewards.amax(1) <= 0
+        wrong = filled(rewards).amax(1) <= 0
         shares = [judge(e.question, text, e.answer) if wrong[i // rewards.shape[1]] else 0.0
                   for i, (e, text) in enumerate(zip(asked, texts))]
         graded = graded_reward(torch.tensor(shares).to(rewards)).view_as(rewards)
-        rewards = torch.where(wrong[:, None], graded, rewards)
+        rewards = torch.where(wrong[:, None] & ~rewards.isnan(), graded, rewards)
     if algorithm.overlong_share:
         budget = config.max_new_tokens
         penalty = overlong_penalty(lengths, max_length=budget, cache=algorithm.overlong_share * budget)
@@ -42,7 +43,7 @@ def training_rewards(rewards, asked, texts, lengths, config, *, algorithm, gener
 
 def noisy_verdicts(rewards, rates, *, generator):
     """Flip verdicts of 0 with probability ρ⁺ and verdicts of 1 with probability ρ⁻."""
-    if not ((rewards == 0) | (rewards == 1)).all():
+    if not ((rewards == 0) | (rewards == 1) | rewards.isnan()).all():
         raise ValueError("--reward-noise flips verdicts of 0 and 1, and this reward gives other numbers")
     chance = torch.where(rewards == 0, *rates)
     flipped = torch.rand(rewards.shape, generator=generator, device=rewards.device) < chance
@@ -99,14 +100,14 @@ def training_batch(sample, task, number: int, config, *, algorithm):
     examples = batch_examples(task.train, number, count=count, seed=seed)[parallel.rank():: parallel.size()]
     batch = sample(examples, worked=worked)
     for attempt in range(config.refills if algorithm.refill else 0):
-        keep = informative_groups(batch.rewards)
+        keep = informative_groups(filled(batch.rewards))
         if keep.all():
             break
         # Other questions in each attempt and process, from a fixed seed, so that a resumed run repeats them.
         shuffle = (seed + 1) * 1009 + attempt + 7919 * parallel.rank()
         more = batch_examples(task.train, number, count=int((~keep).sum()), seed=shuffle)
         batch = join(batch, keep, sample(more, worked=worked))
-    if algorithm.refill and not informative_groups(batch.rewards).all():
+    if algorithm.refill and not informative_groups(filled(batch.rewards)).all():
         warnings.warn(f"groups without a contrast remain after --refills {config.refills}; they stay in the batch, "
                       "with advantage 0 (flat_groups in metrics.jsonl). An easier task or larger groups help",
                       stacklevel=2)
@@ -192,6 +193,23 @@ def adaptive_temperature(advantages, lengths, *, low=0.8, high=100.0):
     return float(high)
 
 
+def advantages_of_scored(shaped_advantages, rewards, lengths, *, algorithm, **options):
+    """Where the verifier could not judge a response (its reward is NaN): its group's advantages come from the others.
+
+    Its own is 0. Fewer than two judged responses are no group, and give 0 as well.
+    """
+    advantages, scored = torch.zeros_like(rewards), ~rewards.isnan()
+    one_group = torch.eye(len(scored), dtype=torch.bool, device=scored.device)[:, :, None]
+    for known in [scored] if algorithm.baseline == "batch" else scored & one_group:
+        row = algorithm
+        if algorithm.baseline == "hinted" and not known[:, -1].any():  # no verdict on the hinted response
+            row = replace(algorithm, baseline="group", std_normalize=True)
+        if known.sum() > 1:
+            found = shaped_advantages(rewards[known][None], lengths[known][None], algorithm=row, **options)
+            advantages[known] = found[0]
+    return advantages
+
+
 def friendly_advantages(rewards, lengths, *, algorithm, number: int, noise_rates):
     """(rewards, advantages), both (P, K): the rewards as the row prepares them; None where 06's baselines apply."""
     if algorithm.correct_noise:
@@ -255,7 +273,7 @@ def process_advantages(advantages, rewards, log_ratio, entropy, mask, *, process
     term is left. g is the gate: the token's share of the response's entropy, times the response's length. The shares
     sum to 1, so neither padding nor cutting a token in two changes the response's total.
     """
-    flat = ~informative_groups(rewards)[:, None]
+    flat = ~informative_groups(filled(rewards))[:, None]
     sign = torch.where(flat, torch.where(rewards > 0, 1.0, -1.0), advantages.sign()).reshape(-1, 1)
     entropy = torch.where(mask, entropy + 1e-6, 0.0)  # a response without any entropy is gated evenly
     gate = entropy * mask.sum(1, keepdim=True) / entropy.sum(1, keepdim=True)
@@ -293,6 +311,7 @@ def calibrate(config, collect, algorithm) -> None:
     """--calibrate N: how often the verifier (--reward, with --reward-noise) errs on answers whose truth is known."""
     task, generator = load_task(config), torch.Generator(pick_device(config.device)).manual_seed(config.seed)
     model, tokenizer = load_model(config.model, device=generator.device, cache_dir=config.cache_dir, task=config.task)
+    set_chat_options(tokenizer, config)
     task, truths, verdicts = drop_long_prompts(task, model, tokenizer, config), [], []
     exact = reward_function(None, config.task)
     for number in range(1, 1 + math.ceil(config.calibrate / (config.prompts_per_step * config.group_size))):

@@ -92,6 +92,19 @@ def sliding_window(model):
     return min((w for w in (getattr(config, name, None) for name in names) if w), default=math.inf)
 
 
+def set_chat_options(tokenizer, config) -> None:
+    """--system-prompt and --chat-template-kwargs, for every prompt that this tokenizer is to make."""
+    try:
+        switches = json.loads(config.chat_template_kwargs)
+        switches = dict(switches.items())
+    except (ValueError, AttributeError):
+        raise UserError(f"--chat-template-kwargs is {config.chat_template_kwargs!r}; it must be a JSON object, such as "
+                        "'{\"enable_thinking\": false}'") from None
+    require(tokenizer.chat_template or not (switches or config.system_prompt),
+            "--system-prompt and --chat-template-kwargs are for chat models, and this tokenizer has no chat template")
+    tokenizer.chat_options = (config.system_prompt, switches)
+
+
 def encode_prompts(tokenizer, examples, *, device, worked=()):
     """Left-padded (ids, mask), each (P, L). A chat template, where there is one, also places the one BOS.
 
@@ -99,11 +112,14 @@ def encode_prompts(tokenizer, examples, *, device, worked=()):
     """
     shown = [[other for other in worked if other.question != example.question] for example in examples]
     if tokenizer.chat_template:
+        system, switches = getattr(tokenizer, "chat_options", (None, {}))
         chats = []
         for example, others in zip(examples, shown):
-            turns = [turn for other in others for turn in (("user", other.question), ("assistant", other.answer))]
+            turns = [("system", system)] if system else []
+            turns += [turn for other in others for turn in (("user", other.question), ("assistant", other.answer))]
             chats.append([{"role": role, "content": content} for role, content in [*turns, ("user", example.question)]])
-        rows = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
+        rows = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False, **switches)
+                for chat in chats]
     else:
         def solved_text(other):
             if other.terse:

@@ -28,6 +28,8 @@ def validate(config, algorithms: dict, try_loss) -> None:
     try_loss(config) runs the loss of --algorithm once: it knows itself which bounds go together.
     """
     require(not (config.compare and config.eval_only), "--eval-only evaluates one model; leave --compare out")
+    require(config.on_unscored in ("stop", "leave-out"),
+            f"--on-unscored is {config.on_unscored!r}; choose stop or leave-out")
     for name in ("reward_noise", "noise_rates"):
         rate_pair(getattr(config, name) or "0,0", flag=f"--{name.replace('_', '-')}")
     if config.tensorboard:
@@ -88,8 +90,9 @@ def validate(config, algorithms: dict, try_loss) -> None:
     require(not config.shard or processes > 1,
             "--shard splits a model over processes; start them with torchrun --nproc-per-node N "
             "06_full_llm_training.py …")
-    require(not config.shard or all(algorithms[name].entropy_target is None for name in rows),
-            "aepo samples from the policy in every step, which --shard does not offer; leave one of them out")
+    second_batch = [name for name in rows if algorithms[name].entropy_target or config.entropy_target]
+    require(not (config.shard and second_batch), f"{', '.join(second_batch)}: steering the entropy samples from the policy "
+            "in every step, which --shard does not offer; leave one of them out")
     try:
         pick_device(config.device)
         for function in filter(None, (config.reward, config.step_reward)):
@@ -138,4 +141,4 @@ def parse_arguments(Config, groups, description: str, metrics: dict, argv=None):
 # A resumed run must keep these: with another value it would be another run.
 OF_THE_RUN = ("model", "task", "reward", "eval_questions", "group_size", "prompts_per_step", "sync_interval",
               "sync_offset", "offline", "seed", "reward_noise", "step_reward", "algorithm", "temperature",
-              "max_new_tokens", "lora_rank")
+              "max_new_tokens", "lora_rank", "on_unscored", "system_prompt", "chat_template_kwargs")

@@ -203,7 +203,7 @@ def peak(parts: dict) -> float:
     return held + max(phases)
 
 
-def remedies(config, setting: Setting):
+def remedies(config, setting: Setting, *, algorithm):
     """Yield (a change to the command, [(its value, config, setting), …] from mild to strong)."""
     def halved(name, least):
         value = getattr(config, name)
@@ -217,7 +217,9 @@ def remedies(config, setting: Setting):
     thrifty = replace(config, **savings)
     flags = " ".join(f"--{name.replace('_', '-')}" + f" {value}" * (value is not True)
                      for name, value in savings.items())
-    devices = [n for n in (2, 4, 8, 16, 32, 64) if n > setting.processes and config.prompts_per_step % n == 0]
+    splits = algorithm.entropy_target is None and not config.lora_rank  # else --shard is refused
+    devices = [n for n in (2, 4, 8, 16, 32, 64)
+               if splits and n > setting.processes and config.prompts_per_step % n == 0]
     shard = "more devices:" if config.shard else "--shard, devices:"
     yield "--micro-batch-tokens", [*halved("micro_batch_tokens", shortest)]
     if not config.gradient_checkpointing:
@@ -339,7 +341,7 @@ def dry_run(config, algorithm) -> int:
             for phase, count in zip(parts, totals, strict=True)]
     too_large = ", ".join(f"{phase} ({size(count)})" for phase, count in over if count > usable)
     print(f"too large {too_large}. It would be")
-    for change, steps in remedies(config, setting):
+    for change, steps in remedies(config, setting, algorithm=algorithm):
         tried = [(value, peak(estimate(changed, other))) for value, changed, other in steps]
         enough = [pair for pair in tried if pair[1] <= usable]
         value, count = enough[0] if enough else min(tried, key=lambda pair: pair[1], default=("", needed))

@@ -47,6 +47,8 @@ METRICS = {  # what a line of metrics.jsonl says; --help ends with it
     "eval_greedy": "mean reward of the greedy answers",
     "eval_greedy_low": "lower end of its 95 % interval",
     "eval_greedy_high": "upper end",
+    "unscored": "share of responses that the verifier could not judge (--on-unscored leave-out)",
+    "eval_unscored": "… in the evaluation",
     "eval_pass_at_k": "chance that at least one of k sampled answers is right (its reward is 1 or more); unbiased",
 }
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import math
 import os
 import pathlib
 from dataclasses import dataclass
@@ -116,8 +117,14 @@ def read_jsonl(path) -> list:
             question, answer = row["question"], row["answer"]
         except (ValueError, KeyError, TypeError):
             raise UserError(f'{path} line {number}: expected {{"question": "…", "answer": "…"}}, found {line[:60]!r}')
-        require(isinstance(question, str) and isinstance(answer, (str, int, float)) and bool(question.strip()),
-                f"{path} line {number}: question must be non-empty text, and answer text or a number")
+        finite = isinstance(answer, (int, float)) and not isinstance(answer, bool) and abs(answer) < math.inf
+        require(isinstance(question, str) and bool(question.strip()) and
+                (finite or isinstance(answer, str) and bool(answer.strip())),
+                f"{path} line {number}: question must be non-empty text, and answer non-empty text or a finite number")
+        try:
+            (question + str(answer)).encode()
+        except UnicodeEncodeError:  # half of a pair of surrogates
+            raise UserError(f"{path} line {number}: the text is no valid Unicode; save the file as UTF-8") from None
         examples.append(Example(question, str(answer)))
     require(bool(examples), f"{path} holds no examples")
     return examples
@@ -141,10 +148,10 @@ def _shuffled(size: int, seed: int, epoch: int) -> list:
 
 
 @functools.cache
-def reward_function(name: str | None, task: str):
+def reward_function(name: str | None, task: str, on_unscored: str = "stop"):
     """reward(question, response, answer) → float: the user's `module:function`, else 1 for the right answer, else 0."""
     if name:
-        return load_reward(name)
+        return load_reward(name, unscored=on_unscored == "leave-out")
     if task.endswith(".jsonl"):  # whose answers may be formulas
         return lambda question, text, answer: math_reward(text, answer)
     # Responses of a group are often equal: their verdict is looked up.
