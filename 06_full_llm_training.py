@@ -688,14 +688,14 @@ def train(config: Config) -> dict:
                                  algorithm=algorithm, number=number)
         return friends.training_batch(draw, task, number, config, algorithm=algorithm)
 
-    def measure():
+    def measure(first=False):
         with parallel.policy_to_sample(model, sampler) as policy:
-            return evaluation.evaluate(collect, policy, tokenizer, task, config)
+            return evaluation.evaluate(collect, policy, tokenizer, task, config, first=first)
 
     if run.is_new:
         with run.guard(0):
             gap = compute_gap(sampler, logprobs_fn(model, config), tokenizer, task, config, ENGINES[config.engine])
-            run.record({"step": 0, **gap, **measure()})
+            run.record({"step": 0, **gap, **measure(first=True)})
             run.save(0, version, queue)  # a disk that cannot hold a checkpoint shows now, not after an hour
     for step in run.steps():
         with run.guard(step):

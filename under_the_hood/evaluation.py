@@ -47,15 +47,15 @@ def off_policyness(logprobs, old_logprobs, mask) -> dict:
     return {**at, "ratio_max": ratio[-1], "ess": 1 / (sequence**2).sum() / len(sequence)}
 
 
-def evaluate(collect, model, tokenizer, task, config) -> dict:
+def evaluate(collect, model, tokenizer, task, config, *, first=False) -> dict:
     """Accuracy on the held-out questions with 95 % intervals: sampled at the training temperature, greedy, and pass@k.
 
-    collect: the function of 06. An evaluation has a generator of its own, with the same seed each time, so that it
+    collect: the function of 06; first: of a run, which may give a hint. An evaluation has a generator of its own, with the same seed each time, so that it
     changes nothing in training, and all evaluations of a run use the same random numbers.
     """
     device, count = next(model.parameters()).device, config.eval_samples
     generator, before = torch.Generator(device).manual_seed(parallel.own_seed(config.seed + 1)), random_state()
-    sampled, greedy = [], []
+    sampled, greedy, truncated = [], [], []
     require(len(task.evaluation) >= parallel.size(),
             f"{len(task.evaluation)} held-out questions are too few for {parallel.size()} processes")
     mine = task.evaluation[parallel.rank():: parallel.size()]
@@ -63,9 +63,15 @@ def evaluate(collect, model, tokenizer, task, config) -> dict:
         examples = mine[first: first + 64]
         for rewards, part in ((sampled, dataclasses.replace(config, group_size=count)),
                               (greedy, dataclasses.replace(config, group_size=1, temperature=0.0))):
-            rewards.append(collect(model, tokenizer, examples, part, version=0, generator=generator).rewards)
+            batch = collect(model, tokenizer, examples, part, version=0, generator=generator)
+            rewards.append(batch.rewards)
+            truncated.append(batch.truncated.float())
     restore_random(before)  # a reward may have drawn from the global generators
     sampled, greedy = (parallel.gather(torch.cat(part)).cpu().double() for part in (sampled, greedy))
+    if first and parallel.gather(torch.cat(truncated)).mean() > 0.9:
+        parallel.print_rank0(f"more than 90 % of the answers are cut off at --max-new-tokens {config.max_new_tokens}. Raise "
+                             "it; a chat model that thinks first may need --chat-template-kwargs "
+                             "'{\"enable_thinking\": false}' or a --system-prompt")
     metrics = {}
     for name, values in (("accuracy", sampled.nanmean(1)), ("greedy", greedy[:, 0])):
         values = values[~values.isnan()]  # a question counts if the verifier could judge an answer to it
@@ -119,7 +125,7 @@ def evaluate_only(config, collect, engines: dict) -> None:
     set_chat_options(tokenizer, config)
     task = drop_long_prompts(task, model, tokenizer, config)
     config = choose_engine(model, tokenizer, task, config, engines)
-    metrics = evaluate(collect, model, tokenizer, task, config)
+    metrics = evaluate(collect, model, tokenizer, task, config, first=True)
     if config.out:
         write_text(pathlib.Path(config.out) / "evaluation.json", json.dumps(metrics, indent=1))
     print(f"{config.model} on {len(task.evaluation)} questions of {task.name}: accuracy {evaluation_text(metrics)}, "
