@@ -50,8 +50,8 @@ def off_policyness(logprobs, old_logprobs, mask) -> dict:
 def evaluate(collect, model, tokenizer, task, config, *, first=False) -> dict:
     """Accuracy on the held-out questions with 95 % intervals: sampled at the training temperature, greedy, and pass@k.
 
-    collect: the function of 06; first: of a run, which may give a hint. An evaluation has a generator of its own, with the same seed each time, so that it
-    changes nothing in training, and all evaluations of a run use the same random numbers.
+    collect: the function of 06; first: of a run, which may give a hint. An evaluation has a generator of its own, with
+    the same seed each time, so that it changes nothing in training, and all evaluations of a run use the same numbers.
     """
     device, count = next(model.parameters()).device, config.eval_samples
     generator, before = torch.Generator(device).manual_seed(parallel.own_seed(config.seed + 1)), random_state()
@@ -59,8 +59,8 @@ def evaluate(collect, model, tokenizer, task, config, *, first=False) -> dict:
     require(len(task.evaluation) >= parallel.size(),
             f"{len(task.evaluation)} held-out questions are too few for {parallel.size()} processes")
     mine = task.evaluation[parallel.rank():: parallel.size()]
-    for first in range(0, len(mine), 64):
-        examples = mine[first: first + 64]
+    for begin in range(0, len(mine), 64):
+        examples = mine[begin: begin + 64]
         for rewards, part in ((sampled, dataclasses.replace(config, group_size=count)),
                               (greedy, dataclasses.replace(config, group_size=1, temperature=0.0))):
             batch = collect(model, tokenizer, examples, part, version=0, generator=generator)
