@@ -101,14 +101,15 @@ def draw_map(directory, families: dict, weight) -> None:
             panels.setdefault(panel, {}).setdefault(curve, (lines, []))[1].append(name)
     fig, axes = figure(3, -(-len(panels) // 3), width=3.4, height=3.5, sharey=True)
     for axis, (title, shapes) in zip(axes.flat, panels.items()):
-        axis.axhspan(0, 3.2, color="0.95", zorder=0)
+        axis.axhspan(0, 3.4, color="0.95", zorder=0)
         axis.axvline(1, color="0.7", linewidth=0.8, linestyle="-", zorder=1)
         for (lines, names), grey, width in zip(shapes.values(), ("0.8", "0.5", "0.25", "0"), (7, 3.5, 2, 1)):
             friend = {"color": grey, "linewidth": width, "linestyle": "-"}  # grey, and wider lines below: many coincide
             style = method_style(names[0]) if names[0] in METHODS else friend
-            for line, label in zip(lines, ("\n".join(textwrap.wrap(", ".join(names), 42)), None)):
-                axis.plot(ratio, line, label=label, **style)
-        axis.set(title=title, ylim=(-3.2, 3.2), yticks=[-2, -1, 0, 1, 2])
+            label = textwrap.fill(", ".join(names), 42, break_on_hyphens=False)
+            axis.plot(ratio, lines[0], label=label, **style)
+            axis.plot(ratio, lines[1], **style)
+        axis.set(title=title, ylim=(-4.4, 3.4), yticks=[-4, -2, -1, 0, 1, 2])
         limits, ticks = {"REC, one ratio for a response": ((0.999, 1.001), ("0.9997", "1.0004")),
                          "friends: other bounds": ((0.5, 1.7), (".67", ".8", "1.2", "1.49"))}.get(
                              title, ((0.1, 5), (".1", ".4", ".8", "1.2", "3")))
@@ -118,8 +119,8 @@ def draw_map(directory, families: dict, weight) -> None:
         axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), fontsize=8)
     for axis in axes.flat[len(panels):]:
         axis.axis("off")
-    axes.flat[0].text(0.11, 2.7, "right answer, A = 1", fontsize=9)
-    axes.flat[0].text(0.11, -2.9, "wrong answer, A = −1", fontsize=9)
+    axes.flat[0].text(0.11, 2.8, "right answer, A = 1", fontsize=9)
+    axes.flat[0].text(0.11, -4.1, "wrong answer, A = −1", fontsize=9)
     fig.supxlabel("ratio ρ = π/π_old of a response of one token: how far the policy has moved since the sampler")
     fig.supylabel("weight on ∇log π: 0 stops learning from this token")
     rows = sum(map(len, families.values()))
