@@ -91,8 +91,9 @@ def validate(config, algorithms: dict, try_loss) -> None:
             "--shard splits a model over processes; start them with torchrun --nproc-per-node N "
             "06_full_llm_training.py …")
     second_batch = [name for name in rows if algorithms[name].entropy_target or config.entropy_target]
-    require(not (config.shard and second_batch), f"{', '.join(second_batch)}: steering the entropy samples from the policy "
-            "in every step, which --shard does not offer; leave one of them out")
+    require(not (config.shard and second_batch),
+            f"{', '.join(second_batch)}: steering the entropy samples from the policy in every step, which --shard does "
+            "not offer; leave one of them out")
     try:
         pick_device(config.device)
         for function in filter(None, (config.reward, config.step_reward)):
