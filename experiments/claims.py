@@ -41,6 +41,8 @@ def curves(grid: list, row: str, setting: str, column: str = "eval_accuracy"):
             cells.setdefault(line["seed"], []).append((line["step"], line[column]))
     if not cells:
         raise ValueError(f"the grid has no runs of {row!r} under {setting!r}")
+    if any(len(dict(run)) < len(run) for run in cells.values()):
+        raise ValueError(f"the grid has two runs of {row!r} under {setting!r} with one seed; take the older one out")
     series = [sorted(cells[seed]) for seed in sorted(cells)]
     return np.array([step for step, _ in series[0]]), np.array([[value for _, value in run] for run in series])
 

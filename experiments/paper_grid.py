@@ -36,13 +36,11 @@ from under_the_hood.runs import read_metrics, write_text
 # %% ------------------------------------------------------------------------------------------------------- the grids
 
 # label → (algorithm of 06, what it overrides). "(.6,2)" is the paper's enlarged clipping range.
-ROWS = {name: (name, {}) for name in (
+VARIANTS = {"": {}, "(.6,2)": {"eps_low": 0.6, "eps_high": 2.0}, "5×lr": {"learning_rate": 5e-4}}
+ROWS = {label: (label.split()[0], VARIANTS[label.partition(" ")[2]]) for label in (
     "reinforce", "reinforce-is", "grpo", "rec-oneside-is", "rec-oneside-nois", "rec-oneside-is (.6,2)",
     "rec-oneside-nois (.6,2)", "rec-oneside-nois 5×lr", "rec-twoside-is", "rec-twoside-nois", "rec-ring-is",
     "rec-ring-nois", "rep-opmd", "rep-asymre", "red-drop", "red-weight", "red-weight-adaptive", "red-weight-oneside")}
-for kind in ("is", "nois"):
-    ROWS[f"rec-oneside-{kind} (.6,2)"] = (f"rec-oneside-{kind}", {"eps_low": 0.6, "eps_high": 2.0})
-ROWS["rec-oneside-nois 5×lr"] = ("rec-oneside-nois", {"learning_rate": 5e-4})
 SETTINGS = {
     "(1,0)": {"sync_interval": 1, "sync_offset": 0},
     "(20,0)": {"sync_interval": 20, "sync_offset": 0},
@@ -84,7 +82,7 @@ DEFAULTS = {"algorithm": None, "steps": None, "seed": None, "model": "tiny", "ta
             "temperature": 1.0, "max_new_tokens": 8, "max_grad_norm": 1.0, "eval_every": 15, "eval_questions": 256,
             "eval_samples": 2, "device": "cpu", "eps_low": None, "eps_high": None}
 # A row of ALGORITHMS, or a built-in model, that computes something else than before gets a higher number here; others
-# are 1. Then its runs in figures/data/ count no longer, and the next call trains them again.
+# are 1. Take its old runs out of figures/data/, and the next call trains them again.
 VERSIONS = {}
 
 

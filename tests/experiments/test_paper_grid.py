@@ -90,6 +90,8 @@ def test_final_is_the_mean_of_the_last_three_evaluations():
     assert claims.drop_from_peak(grid, "a", "s").tolist() == [9 - 8]
     with pytest.raises(ValueError, match="no runs of 'b'"):
         claims.final(grid, "b", "s")
+    with pytest.raises(ValueError, match="two runs of 'a'"):
+        claims.final(grid + grid, "a", "s")
 
 
 def test_a_claim_holds_when_all_its_comparisons_do_and_fails_when_one_fails():
