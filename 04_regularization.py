@@ -1,140 +1,56 @@
-"""Lesson 04: regularise the update. A clip and an additive penalty are two leashes to the sampler of the data.
+"""Lesson 04: regularise the update. A clip and a penalty are two leashes between a policy and the sampler of its data.
 
-Claim. GRPO's clip works as a leash, not as a correction of importance sampling: under the clip the importance weight
-may go and little changes, while without any leash REINFORCE on stale data falls back from what it had reached. OPMD
-and AsymRE, derived elsewhere and in other ways, are REINFORCE plus a penalty on the distance from the sampler: the
-same leash, written as a sum.
+Lesson 03 let REINFORCE learn from any data, and on fixed data it went wrong. GRPO's clip is the first repair. It works
+as a leash, not as a correction of importance sampling: with the clip, the importance weight may go and little changes;
+without any leash, training on stale data falls back from what it had reached. The penalties of OPMD and AsymRE are the
+same leash written as a sum. A leash can also be too short: section 5 meets settings in which clipping hurts.
 
-EQUATIONS CHECKED (arXiv 2509.24203; ρ = π_θ/π_old per token and detached, d = log ρ, A the group advantage r − r̄)
-
-(1) REC, clipping. M is 0 or 1 and W is ρ (IS) or 1 (NoIS); the sum runs over the N response tokens:
-
-        L = −(1/N) Σ A·W·M·log π_θ                                                       → clip_mask, rec_loss
-
-    One-sided with W = ρ, its gradient is that of PPO's min(ρA, clip(ρ)A). Where ρ = 1 every M and W is 1, so that on
-    fresh data, one step per batch, every row of the family is REINFORCE to the last bit: a run that collapses
-    there cannot have collapsed for want of a clip.
-
-(2) REP, an additive penalty. Expand the square of OPMD (Kimi), with one log-probability ℓ_i per response:
-
-        (1/K) Σ (A_i − τd_i)²/(2τ) = (1/K) Σ [A_i²/(2τ) − A_i·d_i + (τ/2)·d_i²]
-                                   = −(1/K) Σ A_i·ℓ_i + (τ/2)·(1/K) Σ d_i² + constant          → opmd_loss
-
-    for all θ, not only near π_old. AsymRE (Meta) lowers the baseline to r̄ − β:
-
-        −(1/K) Σ (A_i + β)·ℓ_i = −(1/K) Σ A_i·ℓ_i + β·(1/K) Σ (log π_old − ℓ_i) + constant,    → asymre_loss
-
-    whose last sum estimates KL(π_old ‖ π_θ). Token-level code penalises every token: Σ_t d_t², not (Σ_t d_t)².
-
-(3) Where they end on fixed data, a softmax bandit and infinitely many samples from π_b (μ = E_b r). REINFORCE gives
-    the wrong arm (lesson 03). AsymRE's update of the logits is w − β·π_θ with w = π_b·(r − μ + β), which rests only at
-
-        π_i = max(w_i − c, 0)/β,  c such that Σ π_i = 1,                                       → asymre_limit
-
-    so that arms are cut off one by one as β falls: no softmax tilt, and β is no τ. OPMD with the baseline τ·log Z in
-    place of μ rests where A = τd, which is π_b·exp(r/τ)/Z, the optimum of lesson 03.
-
-(4) Staleness. The batch of step n comes from the policy after v(n) = I·max(0, ⌊(n−m−1)/I⌋) updates, so the learner is
-    s(n) = n − 1 − v(n) updates ahead of its data.                                             → rollout_version
-
-THE STALE WORLD. Autoregressive policies over 4 prompts, 4 tokens and 3 positions, where J, KL(π_θ ‖ π_b) and the
-effective sample size are sums over all 64 responses, trained from samples. One knob matters as much as the
-staleness: how much the prompts share (`sharing`). Give each prompt a table of its own and stale, unclipped REINFORCE
-does well; let updates spill over to other prompts, as in any network, and it falls back. The run prints which of the
-paper's claims show here and which do not, with intervals. Against the grain: the importance weight alone, without a
-clip, prevents the fall too, and data that are never refreshed punish a tight clip more than none.
-
-    symbol     in the code              shape            meaning
-    log π_θ    logprobs                 (B, T)           of each token of B responses, with gradient
-    log π_old  old_logprobs             (B, T)           the sampler's, at sampling time
-    A          advantages               (B,) or (B, T)   from the group
-               mask                     (B, T)           True on response tokens
-    ρ          ratio                    (B, T)           exp(logprobs − old_logprobs), detached
-    ε          eps_low, eps_high        numbers ≥ 0      inner bounds 1 − ε_low, 1 + ε_high; .2, .2 or, enlarged, .6, 2
-    ε'         outer_low, outer_high    numbers > ε      outer bounds of the ring
-    τ, β       tau, beta                numbers          strength of the additive penalty
-
-Run       python 04_regularization.py [--quick] [--seed N] [--out DIR] [--json PATH]
-          python 04_regularization.py --exercise 1        (or 2, 3: each checks a function that you write)
-You see   where the methods end on fixed data and at four kinds of staleness, the verdicts, a table of claims and three
-          figures; about 12 seconds on a laptop.
-Before    Lesson 03 showed that REINFORCE accepts any data, and two ways in which that goes wrong. Here is the first
-          repair: stay near the sampler.
+Run it:  python 04_regularization.py      (8 seconds; --quick 4; --exercise 1 to 3; or cell by cell, as a notebook)
+You see numbers section by section, the paper's claims tested on stale data, and four pictures in figures/.
 """
-
+# %% Setup
 import math
-from collections import deque
 from functools import partial
 
 import torch
-from PIL import Image
 
-from utils import STYLES, check, figure, finish, lesson_arguments, run_exercise, save_figure, seed_everything
+import stale_world as world
+from utils import STYLES, Lesson, figure, method_style
 
-# The 3-arm bandit of lesson 03: the data prefers arm 2, the rewards prefer arm 3.
-BEHAVIOUR = torch.tensor([0.3, 0.6, 0.1], dtype=torch.float64)
-REWARDS = torch.tensor([0.0, 0.8, 1.0], dtype=torch.float64)
-TAU, BETA = 0.2, 0.1  # OPMD's and AsymRE's strengths in the paper's runs
-ENLARGED = {"eps_low": 0.6, "eps_high": 2.0}
+lesson = Lesson(__name__, __doc__)
+REWARDS = torch.tensor([0.0, 0.8, 1.0], dtype=torch.float64)  # the 3-arm bandit of lesson 03
+BEHAVIOUR = torch.tensor([0.3, 0.6, 0.1], dtype=torch.float64)  # π_b, where its data come from
 
+# %% [markdown]
+# ## 1. The clip decides which tokens still learn
+# A batch holds responses that π_old, the sampler, wrote some updates ago. For each of their N tokens let
+#
+#     ρ = π_θ(token)/π_old(token), how much likelier it is now than when it was sampled: a number, not differentiated.
+# REINFORCE with clipping (REC) gives each token a mask M and a weight W:
+#
+#     L = −(1/N) Σ M·W·A·log π_θ(token),      M = 0 or 1;  W = ρ (importance sampling, IS) or W = 1 (NoIS).       (4.1)
+# A = r − r̄ is the advantage of the token's response in its group (lesson 02): A > 0 makes the token likelier, A < 0
+# less likely. M = W = 1 is REINFORCE. A clip is a rule for M. Here are three, with the inner bounds 1 − ε_low = .8 and
+# 1 + ε_high = 1.2 and, for the ring, the outer bounds 1 − .6 = .4 and 1 + 2 = 3:
+#
+#     ρ                    .4 and below   .4 to .8    .8 to 1.2   1.2 to 3    3 and above
+#     one-side   A > 0     kept           kept        kept        clipped     clipped          stop what has gone far
+#                A < 0     clipped        clipped     kept        kept        kept             where it is pushed
+#     two-side   any A     clipped        clipped     kept        clipped     clipped          stop all that is outside
+#     ring       A > 0     kept again     clipped     kept        clipped     clipped          … but let back what is
+#                A < 0     clipped        clipped     kept        clipped     kept again       far out, pushed inwards
+# The narrow clip is (.2, .2); the wide one, (.6, 2), puts the inner bounds at .4 and 3. A = 0 is never clipped.
 
-# %% 1. The losses
-
-
-def group_advantages(rewards, *, leave_one_out=False, std_normalize=False, eps=1e-6):
-    """Advantage of each response against its own group: A_i = r_i − r̄, r̄ = (1/K) Σ_i r_i (paper section 2).
-
-    rewards: (..., K), where the last dimension holds the K responses to ONE prompt. Returns the same shape.
-    leave_one_out: subtract the mean of the other K−1 rewards instead (RLOO), which equals K/(K−1)·(r_i − r̄).
-    std_normalize: divide by the group's population standard deviation (ddof 0) + eps, as GRPO does.
-    A group whose rewards are all equal gives exactly 0, in float32 too. ValueError: K < 2, or a reward is not finite.
-    """
-    if rewards.dim() == 0 or rewards.shape[-1] < 2:
-        raise ValueError("a group needs at least 2 responses to the same prompt: sample K ≥ 2, "
-                         f"not {tuple(rewards.shape)}")
-    if not rewards.is_floating_point():
-        rewards = rewards.to(torch.get_default_dtype())
-    if not torch.isfinite(rewards).all():
-        raise ValueError("rewards must be finite: replace NaN and infinity (by 0, say) before grouping")
-    group_size = rewards.shape[-1]
-    advantages = rewards - rewards.mean(-1, keepdim=True)
-    if std_normalize:
-        advantages = advantages / (rewards.std(-1, correction=0, keepdim=True) + eps)
-    if leave_one_out:
-        advantages = advantages * (group_size / (group_size - 1))
-    # In float32 the mean of seven times 0.1 is not 0.1, and a tiny std blows that error up: so ask the rewards.
-    flat = rewards.amax(-1, keepdim=True) == rewards.amin(-1, keepdim=True)
-    return torch.where(flat, torch.zeros_like(advantages), advantages)
-
-
+# %%
 def clip_mask(ratio, advantages, *, clip, eps_low=0.2, eps_high=0.2, outer_low=0.6, outer_high=2.0):
-    """M of the family: True where a token takes part in the update, False where it has moved too far (paper, REC).
-
-    ratio       ρ = π_θ/π_old, any shape: one per token, or one per response.
-    advantages  A, the same number of dimensions (or none at all); a size of 1 broadcasts, as in (B, 1) for (B, T).
-    clip        "none"      keeps everything
-                "one_side"  stops a token that already went far where its advantage pushes it: ρ > 1+ε_high with A > 0,
-                            ρ < 1−ε_low with A < 0 (exactly where PPO's min(ρA, clip(ρ)A) is flat)
-                "two_side"  stops every token outside [1−ε_low, 1+ε_high], whichever way it is pushed
-                "ring"      two_side, but a token far out on the side it is pushed back from returns: ρ ≤ 1−outer_low
-                            with A > 0, ρ ≥ 1+outer_high with A < 0
-    All bounds are inclusive. A = 0 is never clipped, and NaN is never clipped: it stays in the loss, where it shows.
-    Returns bool, the broadcast shape. ValueError: unknown clip, negative bound, ring not outside the inner bounds, or
-    numbers of dimensions that differ.
-    """
-    if clip not in ("none", "one_side", "two_side", "ring"):
-        raise ValueError(f"clip must be none, one_side, two_side or ring, not {clip!r}")
-    if not (eps_low >= 0 and eps_high >= 0):
-        raise ValueError(f"eps_low and eps_high must be ≥ 0, got {eps_low} and {eps_high}; 0.2 and 0.2 are usual")
-    if clip == "ring" and not (outer_low > eps_low and outer_high > eps_high):
-        raise ValueError("the ring must lie outside the inner bounds: need outer_low > eps_low and outer_high > "
-                         f"eps_high, got {outer_low}, {eps_low} and {outer_high}, {eps_high}")
-    if advantages.dim() not in (0, ratio.dim()):
-        # (B,) against (B, T) would line up with the tokens, silently when B = T.
-        raise ValueError("advantages need as many dimensions as ratio: pass advantages.unsqueeze(-1) for one per "
-                         f"response; got {tuple(advantages.shape)} for ratio {tuple(ratio.shape)}")
+    """M of (4.1): does a token take part? advantages with as many dimensions as the ratio. NaN is never clipped."""
+    bounds = eps_low >= 0 and eps_high >= 0 and (clip != "ring" or (outer_low > eps_low and outer_high > eps_high))
+    if not (clip in ("none", "one_side", "two_side", "ring") and bounds and advantages.dim() in (0, ratio.dim())):
+        raise ValueError("need clip none, one_side, two_side or ring, eps ≥ 0 (below outer_* for a ring), and "
+                         "advantages (B, 1) or (B, T) for a ratio (B, T); "
+                         f"got {clip!r}, {eps_low}, {eps_high}, {advantages.shape}")
     above, below = ratio > 1 + eps_high, ratio < 1 - eps_low
-    raised, lowered = advantages > 0, advantages < 0  # whether the update makes the token likelier
+    raised, lowered = advantages > 0, advantages < 0  # does the update make the token likelier?
     if clip == "none":
         clipped = torch.zeros_like(above & raised)
     elif clip == "one_side":
@@ -148,43 +64,24 @@ def clip_mask(ratio, advantages, *, clip, eps_low=0.2, eps_high=0.2, outer_low=0
 
 
 def clean_tokens(logprobs, old_logprobs, advantages, mask):
-    """Check what the losses below take, and put 0 on padding BEFORE any arithmetic: NaN · 0 is NaN, in gradients too.
-
-    logprobs, old_logprobs, mask (..., T); advantages (..., T), or (...) for one per response. mask: bool, or 0 and 1.
-    Half-precision inputs come back in float32, where exp(20) is finite. Returns the four, all (..., T), mask as bool.
-    """
-    if not logprobs.shape == old_logprobs.shape == mask.shape:
-        raise ValueError("logprobs, old_logprobs and mask need one shape (B, T), got "
-                         f"{tuple(logprobs.shape)}, {tuple(old_logprobs.shape)} and {tuple(mask.shape)}")
-    if advantages.shape not in (logprobs.shape, logprobs.shape[:-1], (*logprobs.shape[:-1], 1)):
-        raise ValueError("advantages must be (B,), one per response, or (B, T), one per token; "
-                         f"got {tuple(advantages.shape)} for logprobs {tuple(logprobs.shape)}")
-    if mask.dtype != torch.bool:
-        if not ((mask == 0) | (mask == 1)).all():
-            raise ValueError("mask must hold 0 and 1 only; was another tensor passed in its place?")
-        mask = mask.bool()
-    if advantages.dim() < logprobs.dim():
-        advantages = advantages.unsqueeze(-1)
+    """Put 0 on padding BEFORE any arithmetic: NaN · 0 is NaN, in gradients too. Half precision comes back float32."""
+    shape, per_token = logprobs.shape, advantages.dim() == logprobs.dim()
+    if not (old_logprobs.shape == mask.shape == shape and ((mask == 0) | (mask == 1)).all()
+            and advantages.shape in (shape, shape[:-1], (*shape[:-1], 1))):
+        raise ValueError("need logprobs, old_logprobs, mask of 0 and 1, all (B, T), and advantages (B,) or (B, T); got "
+                         f"{[tuple(tensor.shape) for tensor in (logprobs, old_logprobs, mask, advantages)]}")
     if logprobs.dtype in (torch.float16, torch.bfloat16):
         logprobs = logprobs.float()
+    mask, advantages = mask.bool(), advantages if per_token else advantages.unsqueeze(-1)
     old_logprobs, advantages = old_logprobs.detach().to(logprobs.dtype), advantages.detach().to(logprobs.dtype)
     return *(torch.where(mask, tensor, 0.0) for tensor in (logprobs, old_logprobs, advantages)), mask
 
 
 def rec_loss(logprobs, old_logprobs, advantages, mask, *, clip, importance_sampling, eps_low=0.2, eps_high=0.2,
              outer_low=0.6, outer_high=2.0):
-    """REINFORCE with clipping: L = −(1/N) Σ A·W·M·log π_θ over the N response tokens (paper, REC).
-
-    logprobs      (B, T)  log π_θ of each token, with gradient
-    old_logprobs  (B, T)  log π_old of the same tokens, from the sampler, at sampling time
-    advantages    (B,) or (B, T);  mask (B, T): True, or 1, on response tokens
-    M is clip_mask(ρ, A) and W is ρ (importance_sampling=True) or 1, with ρ = π_θ/π_old DETACHED: the gradient of ρ
-    itself would count the same token twice. |log ρ| is capped at 20, so that ρ is finite; NaN stays NaN.
-    clip="one_side" with importance_sampling is GRPO without its standard deviation and KL. Returns a scalar; 0, with
-    zero gradients, when mask is empty. ValueError: as clean_tokens and clip_mask.
-    """
+    """(4.1): logprobs, old_logprobs (B, T), advantages (B,) or (B, T), mask (B, T) True on response tokens → scalar."""
     logprobs, old_logprobs, advantages, mask = clean_tokens(logprobs, old_logprobs, advantages, mask)
-    ratio = (logprobs - old_logprobs).detach().clamp(-20, 20).exp()
+    ratio = (logprobs - old_logprobs).detach().clamp(-20, 20).exp()  # a constant, and finite
     keep = clip_mask(ratio, advantages, clip=clip, eps_low=eps_low, eps_high=eps_high,
                      outer_low=outer_low, outer_high=outer_high)
     weight = ratio if importance_sampling else torch.where(ratio.isnan(), ratio, 1.0)
@@ -192,850 +89,362 @@ def rec_loss(logprobs, old_logprobs, advantages, mask, *, clip, importance_sampl
     return -per_token.sum() / mask.sum().clamp(min=1)
 
 
-def opmd_loss(logprobs, old_logprobs, advantages, mask, *, tau):
-    """Kimi's OPMD read as regularised REINFORCE: −(1/N) Σ A·log π_θ + (τ/2)·(1/N) Σ d², d = log π_θ − log π_old (REP).
+lesson.section("1. The clip decides which tokens still learn")
+for rule in ("one_side +1 kept kept kept clipped clipped", "one_side -1 clipped clipped kept kept kept",
+             "two_side +1 clipped clipped kept clipped clipped", "ring +1 kept clipped kept clipped clipped",
+             "ring -1 clipped clipped kept clipped kept"):
+    clip, A, words = rule.split(" ", 2)
+    kept = clip_mask(torch.tensor([0.3, 0.5, 1.0, 1.5, 3.5]), torch.tensor(float(A)), clip=clip)
+    said = " ".join("kept" if k else "clipped" for k in kept)
+    lesson.check(f"(4.1) {clip.replace('_', '-')}, A = {A}, ρ = .3, .5, 1, 1.5, 3.5", said, words)
 
-    Per token: Σ_t d_t², which is not (Σ_t d_t)². For responses of one token this is (1/K) Σ (A − τd)²/(2τ) up to a
-    constant. Tensors as in rec_loss; tau > 0. d is not capped: no exp acts on it, and a cap would end the pull where
-    it is needed most. Returns a scalar.
-    """
+# %% [markdown]
+# One-side with IS is PPO, whose objective min(ρA, clip(ρ, 1−ε, 1+ε)·A) is differentiated through ρ: ∇ρ = ρ·∇log π_θ.
+#
+#     A > 0 and ρ > 1+ε:     the minimum is (1+ε)·A, a constant      gradient 0                  clipped
+#     A < 0 and ρ < 1−ε:     the minimum is (1−ε)·A, a constant      gradient 0                  clipped
+#     everywhere else:       the minimum is ρ·A                      gradient ρ·A·∇log π_θ       kept, W = ρ       (4.2)
+# GRPO is this row, with advantages divided by their group's standard deviation. The picture shows these weights.
+
+# %%
+def update_weights(loss, logprobs, old_logprobs, advantages):
+    """The weight on ∇log π_θ of each token, −N·∂L/∂log π_θ, from the loss itself by autograd: (..., K, T)."""
+    logprobs = logprobs.detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(loss(logprobs, old_logprobs, advantages, torch.ones_like(logprobs)), logprobs)
+    return -gradient * logprobs.numel()
+
+
+NARROW, WIDE, wide = "rec-oneside-nois", "rec-oneside-nois (.6,2)", {"eps_low": 0.6, "eps_high": 2.0}
+METHODS = {f"rec-{clip.replace('_', '')}-{kind}": partial(rec_loss, clip=clip, importance_sampling=kind == "is")
+           for clip, kind in (("one_side", "nois"), ("one_side", "is"), ("two_side", "nois"), ("ring", "nois"))}
+METHODS |= {"reinforce" + tag: partial(rec_loss, clip="none", importance_sampling=bool(tag)) for tag in ("", "-is")}
+METHODS[WIDE] = partial(METHODS[NARROW], **wide)
+log_ratio = torch.linspace(-2.5, 2.5, 1000, dtype=torch.float64, requires_grad=True)
+ratio, A = log_ratio.exp(), torch.tensor([1.0, -1.0] * 500, dtype=torch.float64)
+(ppo,) = torch.autograd.grad(torch.minimum(ratio * A, ratio.clamp(0.8, 1.2) * A).sum(), log_ratio)
+rec = update_weights(METHODS["rec-oneside-is"], log_ratio[:, None], torch.zeros(1000, 1), A)[:, 0]
+lesson.check("(4.2) gradient of PPO − weights of one-side IS, 1000 tokens, largest", (ppo - rec).abs().max(), 0, 1e-12)
+if lesson.draws:
+    fig, axes = figure(4, 2, width=2.4, height=2.2, sharex=True, sharey="row")
+    ratio = torch.linspace(0.02, 4, 800, dtype=torch.float64).unsqueeze(-1)
+    for column, (title, options) in enumerate({
+            "narrow one-side (.2, .2)": {"clip": "one_side"}, "wide one-side (.6, 2)": {"clip": "one_side", **wide},
+            "two-side (.2, .2)": {"clip": "two_side"}, "ring, back at .4 and 3": {"clip": "ring"}}.items()):
+        for axis, A in zip(axes[:, column], (torch.ones(800), -torch.ones(800))):
+            for (color, line), label, on in zip(STYLES, ("NoIS: W = 1", "IS: W = ρ"), (False, True)):
+                w = update_weights(partial(rec_loss, importance_sampling=on, **options), ratio.log(), 0 * ratio, A)
+                axis.plot(ratio, w, color=color, linestyle=line, label=label)
+            axis.fill_between(ratio[:, 0], 0, 1, where=~clip_mask(ratio[:, 0], A, **options), color="0.88",
+                              transform=axis.get_xaxis_transform(), linewidth=0)
+        axes[0, column].set(title=title, xlim=(0, 4), xticks=[0.4, 1, 3], xticklabels=[".4", "1", "3"])
+        axes[1, column].set_xlabel("ρ")
+    axes[0, 0].set(ylabel="weight, A = +1", ylim=(-0.4, 4))
+    axes[1, 0].set(ylabel="weight, A = −1", ylim=(-4, 0.4))
+    fig.suptitle("The clip decides where a token stops learning (grey: both weights are 0); IS only tilts the rest")
+    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    lesson.save_figure(fig, "04_gradient_weight")
+lesson.say("A clip ends the push at a distance. IS weighs most far out, where one-side lets A < 0 push back.")
+
+# %% [markdown]
+# ## 2. A penalty is the same leash, written as a sum
+# Per response write ℓ_i = log π_θ(y_i) and d_i = ℓ_i − log π_old(y_i). OPMD (Kimi) minimises a mean square. Expand it:
+#
+#     (1/K) Σ (A_i − τd_i)²/(2τ)  =  (1/K) Σ [A_i²/(2τ) − A_i·d_i + (τ/2)·d_i²]
+#                                 =  −(1/K) Σ A_i·ℓ_i + (τ/2)·(1/K) Σ d_i² + constant                             (4.3)
+# for every θ, since A_i and log π_old(y_i) are constants. AsymRE (Meta) lowers the baseline from r̄ to r̄ − β:
+#
+#     −(1/K) Σ (A_i + β)·ℓ_i  =  −(1/K) Σ A_i·ℓ_i + β·(1/K) Σ (log π_old(y_i) − ℓ_i) + constant.                  (4.4)
+# Both are REINFORCE plus a price on the distance from the sampler; the sum in (4.4) estimates KL(π_old ‖ π_θ). (This τ,
+# τ_opmd, is not lesson 03's.) In token-level code every token pays, Σ_t d_t², which is not (Σ_t d_t)², and it pays
+# outside A, so that a group whose rewards are all equal pulls, too.
+
+# %%
+def opmd_loss(logprobs, old_logprobs, advantages, mask, *, tau):
+    """(4.3) per token, tensors as in rec_loss. d is not capped: a cap would end the pull where it is needed most."""
     if not 0 < tau < math.inf:
-        raise ValueError(f"tau must be a positive number, got {tau}")
+        raise ValueError(f"need 0 < tau < ∞; got {tau}")
     logprobs, old_logprobs, advantages, mask = clean_tokens(logprobs, old_logprobs, advantages, mask)
-    log_ratio = logprobs - old_logprobs
-    per_token = -advantages * logprobs + tau / 2 * log_ratio.square()
+    per_token = -advantages * logprobs + tau / 2 * (logprobs - old_logprobs).square()
     return per_token.sum() / mask.sum().clamp(min=1)
 
 
 def asymre_loss(logprobs, old_logprobs, advantages, mask, *, beta):
-    """Meta's AsymRE read as regularised REINFORCE: −(1/N) Σ A·log π_θ + β·(1/N) Σ (log π_old − log π_θ)  (REP).
-
-    The second sum estimates KL(π_old ‖ π_θ) per token. Its gradient is that of the baseline r̄ − β in place of r̄, but
-    written outside the advantage, so that a group whose rewards are all equal still pulls. Tensors as in rec_loss;
-    beta ≥ 0, where 0 is REINFORCE. Returns a scalar.
-    """
+    """(4.4) per token, tensors as in rec_loss; beta = 0 is REINFORCE."""
     if not 0 <= beta < math.inf:
-        raise ValueError(f"beta must be a number ≥ 0, got {beta}")
+        raise ValueError(f"need 0 ≤ beta < ∞; got {beta}")
     logprobs, old_logprobs, advantages, mask = clean_tokens(logprobs, old_logprobs, advantages, mask)
     per_token = -advantages * logprobs + beta * (old_logprobs - logprobs)
     return per_token.sum() / mask.sum().clamp(min=1)
 
 
-# %% 2. Staleness
+lesson.section("2. A penalty is the same leash, written as a sum")
+METHODS |= {"rep-opmd": partial(opmd_loss, tau=0.2), "rep-asymre": partial(asymre_loss, beta=0.1)}  # as in the paper
+SHOWN = ["reinforce", "reinforce-is", NARROW, WIDE, "rep-opmd", "rep-asymre"]
+logprobs = torch.log_softmax(torch.tensor([[0.3], [-0.2], [0.1]], dtype=torch.float64), 0)  # one draw of each arm
+A, d = REWARDS - REWARDS.mean(), logprobs + math.log(3)
+tokens = logprobs, logprobs - d, A, torch.ones_like(d)
+lesson.check("(4.3) OPMD, θ = (.3, −.2, .1), τ = .5: square, sum", torch.stack([
+    (A - 0.5 * d[:, 0]).square().mean(), opmd_loss(*tokens, tau=0.5) + A.square().mean()]), [0.257328934865] * 2)
+lesson.check("(4.4) AsymRE, β = .1: lower baseline, sum", torch.stack([
+    -((A + 0.1) * logprobs[:, 0]).mean(), asymre_loss(*tokens, beta=0.1) + 0.1 * math.log(3)]), [0.1719272651] * 2)
+lesson.say("A clip ends the push at a distance; a penalty pulls back, the more the farther it is.")
+
+# %% [markdown]
+# ## 3. Fixed data: where each leash ends
+# The 3-arm bandit of lesson 03: rewards r = (0, .8, 1), data from π_b = (.3, .6, .1) for ever, μ = E_b r = .58, softmax
+# logits. With infinitely many samples, a weight u_i on ∇log π_θ(i) moves logit j by
+#
+#     E_b[u·∇log π_θ]_j  =  π_b(j)·u_j − π_θ(j)·Σ_i π_b(i)·u_i.                                                    (4.5)
+# **AsymRE.** u = r − μ + β. Write w = π_b·(r − μ + β), whose sum is μ − μ + β = β: the logits move by w − β·π_θ. A
+# common shift of all logits changes no probability. So training rests when all arms that are left move by the same c,
+# and arms that are gone, π_j = 0, move by no more than that (else they would catch up):
+#
+#     w_j − β·π_j = c  if π_j > 0,      w_j ≤ c  if π_j = 0;      together   π_j = max(w_j − c, 0)/β.              (4.6)
+# The probabilities must sum to 1. Their sum falls as c rises, so that one c does it, the level of water over a ground
+# whose hills are the w_j: an arm lives if its hill stands out. If all do, c = 0 and π = π_b + π_b·(r − μ)/β: the data,
+# moved by REINFORCE's own drift. As β falls, water rises. With arm 2 alone π_2 = 1 and c = w_2 − β, so that arm 3 lives
+# if w_3 > w_2 − β, .042 + .1β > .132 − .4β, β > .18; likewise arm 1 if β > .58. For β = .5 we have w = (−.024, .432,
+# .092), c = (.432 + .092 − .5)/2 = .012 and π = (0, .84, .16): no τ tilts the data to that.
+#
+# **OPMD.** u = r − b − τd with a baseline b. Take b = τ·log Z, from lesson 03's optimum π* = π_b·exp(r/τ)/Z. At π* all
+# d = r/τ − log Z, so that u = r − τ·log Z − (r − τ·log Z) = 0 on every arm: OPMD rests at π*.                    (4.7)
+# With the group mean b = μ it rests near π*, not there: where π_b·u is proportional to π_θ.
+#
+# **A clip** is a ceiling. If rewards are ≥ 0 and no token is pushed beyond 1 + ε, responses of T tokens earn
+#
+#     J = Σ_y π_b(y)·ρ_1 ⋯ ρ_T·r(y)  ≤  (1 + ε)^T · J_b,        J_b = E_b r: what the data earn.                   (4.8)
+# On the bandit T = 1, and arms 2 and 3 both come to ρ = 1.2: J = 1.2·.58 = .696, while plain REINFORCE gets .8.
+
+# %%
+def asymre_limit(behaviour_probs, rewards, *, beta):  # (4.6): (A,), (A,) → (A,)
+    w = behaviour_probs * (rewards - behaviour_probs @ rewards + beta)
+    w = w - w.max()  # moves c alone, and keeps a tiny beta from being rounded away
+    hills = w.sort(descending=True).values
+    levels = (hills.cumsum(-1) - beta) / torch.arange(1, len(w) + 1)  # c, if only the n highest hills stand out
+    return (w - levels[(hills > levels).nonzero().max()]).clamp(min=0) / beta
 
 
-def rollout_version(step, *, sync_interval, sync_offset):
-    """v(n) = I·max(0, ⌊(n−m−1)/I⌋): after how many updates the policy was copied that sampled the batch of step n.
-
-    step            n, 1-based, an int
-    sync_interval   I ≥ 1: the sampler's weights are refreshed after every I training steps; None: never (offline)
-    sync_offset     m ≥ 0: the sampler works m batches ahead
-    """
-    for name, value, least in (("step", step, 1), ("sync_interval", 1 if sync_interval is None else sync_interval, 1),
-                               ("sync_offset", sync_offset, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name} must be a whole number ≥ {least}, got {value!r}")
-    if sync_interval is None:
-        return 0
-    return sync_interval * max(0, (step - sync_offset - 1) // sync_interval)
+def follow_bandit(loss, *, steps=200, step_size=2.0, baseline=None, refresh=None):
+    """π_θ before each step and after the last: (steps + 1, 3). refresh: after so many steps the data come from π_θ."""
+    theta, data, path = BEHAVIOUR.log(), BEHAVIOUR, []
+    for step in range(steps + 1):
+        logprobs = torch.log_softmax(theta, -1)
+        path.append(logprobs.exp())
+        data = path[-1] if refresh and step % refresh == 0 else data
+        u = update_weights(loss, logprobs[:, None], data.log()[:, None], REWARDS - (baseline or data @ REWARDS))[:, 0]
+        theta = theta + step_size * (data * u - (data @ u) * path[-1])  # (4.5)
+    return torch.stack(path)
 
 
-def staleness(step, *, sync_interval, sync_offset):
-    """s(n) = (n−1) − v(n): how many updates the policy of training step n (1-based) is ahead of its data's sampler."""
-    return step - 1 - rollout_version(step, sync_interval=sync_interval, sync_offset=sync_offset)
+lesson.section("3. Fixed data: where each leash ends")
+tilt = BEHAVIOUR * (REWARDS / 0.2).exp()
+ends = {name: follow_bandit(METHODS[name])[-1] for name in SHOWN}
+ends[NARROW] = follow_bandit(METHODS[NARROW], step_size=0.1)[-1]  # a large step would jump over the near bound
+ends["rep-opmd, b = τ·log Z"] = follow_bandit(METHODS["rep-opmd"], baseline=0.2 * tilt.sum().log())[-1]
+ends["rep-asymre, β = .5"] = follow_bandit(partial(asymre_loss, beta=0.5))[-1]
+J = {name: float(end @ REWARDS) for name, end in ends.items()}
+lesson.check("(4.6) AsymRE, β = .5, trained: π", ends["rep-asymre, β = .5"], [0, 0.84, 0.16], 1e-6)
+lesson.check("(4.7) OPMD with b = τ·log Z, trained: π*", ends["rep-opmd, b = τ·log Z"], tilt / tilt.sum(), 1e-6)
+lesson.check("(4.8) narrow clip, trained: J = 1.2·.58", J[NARROW], 0.696, 0.01)
+lesson.check("(4.5) J of REINFORCE and of unclipped IS, trained", [J["reinforce"], J["reinforce-is"]], [0.8, 1], 0.005)
+if lesson.draws:
+    fig, (left, right) = figure(2, width=4.7, height=3.7)
+    betas = torch.linspace(0.02, 1.2, 300, dtype=torch.float64)
+    left.plot(betas, torch.stack([asymre_limit(BEHAVIOUR, REWARDS, beta=float(beta)) for beta in betas]),
+              label=[f"arm {arm + 1}, reward {reward:g}" for arm, reward in enumerate(REWARDS)])
+    left.set(title="AsymRE drowns arms one by one as β falls", xlabel="β", ylabel="probability in the end",
+             xticks=[0.18, 0.58, 1], xticklabels=[".18\narm 3 lives", ".58\narm 1 lives", "1"], ylim=(0, 1.03))
+    left.legend(loc="center right")
+    order = sorted(J, key=J.get)
+    right.bar_label(right.barh(order, [J[name] for name in order], color=[
+        method_style(name.split(", b")[0].split(", β")[0])["color"] for name in order]), fmt=" %.2f")
+    right.set(title="One sampler for ever: the narrow clip earns least", xlabel="J in the end", xlim=(0, 1.15))
+    lesson.save_figure(fig, "04_bandit")
+lesson.say("Here a narrow clip only costs: REINFORCE ends higher without, and exact IS needs none. Section 5 says why.")
+
+# %% [markdown]
+# ## 4. Stale data
+# In training the sampler is refreshed. After every I updates it gets the learner's weights, and it works m batches
+# ahead. So the batch of step n comes from the policy after v updates, and the learner is s updates ahead of it:
+#
+#     v(n) = I·max(0, ⌊(n − m − 1)/I⌋),        s(n) = (n − 1) − v(n),        n = 1, 2, …                           (4.9)
+# Fresh data (I = 1, m = 0) with one step per batch have ρ = 1 and d = 0: every M and W is 1, OPMD's price has no slope,
+# and all these rows are REINFORCE to the last bit. What collapses there does not collapse for want of a clip.
+#
+# The stale world (stale_world.py) has 4 prompts and responses of 3 tokens out of 4, a random quarter of them right: J
+# sums over all 64, while updates use 8 samples. As in a network, an update for one prompt moves the others (by .85).
+
+# %%
+def train_stale(name, every=20, late=0, *, practice=0, sharing=world.SHARING):
+    """Exact J of one method, (STEPS + 1, SEEDS). The sampler is refreshed after `every` steps (None: never) and works
+    `late` batches ahead. practice: steps of the exact gradient before anything is sampled."""
+    generator = torch.Generator().manual_seed(lesson.seed)  # the same worlds and the same luck for every method
+    logits, rewards = world.random_worlds(SEEDS, generator=generator)
+    for _ in range(practice):
+        logits = world.descend(logits.requires_grad_(), -world.expected_reward(logits, rewards).mean() / world.LENGTH)
+    policies = [logits]
+    for step in range(1, STEPS + 1):
+        learner = policies[-1].clone().requires_grad_()
+        sampler = policies[world.rollout_version(step, sync_interval=every, sync_offset=late)]
+        responses = world.sample_responses(sampler, generator=generator)
+        sampled = rewards.gather(-1, responses)  # (SEEDS, prompts, 8)
+        advantages = sampled - sampled.mean(-1, keepdim=True)
+        logprobs, old_logprobs = world.token_logprobs(learner, responses), world.token_logprobs(sampler, responses)
+        loss = METHODS[name](logprobs, old_logprobs, advantages, torch.ones_like(logprobs))
+        policies.append(world.descend(learner, loss, sharing=sharing))
+    return world.expected_reward(torch.stack(policies), rewards)
 
 
-# %% 3. A stale world small enough to be exact
-
-PROMPTS, VOCABULARY, LENGTH, GROUP_SIZE = 4, 4, 3, 8  # 4³ = 64 responses to each prompt, all of them enumerated
-
-
-def response_cells():
-    """Where the tokens of every response stand in a flat table of (prefix, next token): (64, 3) integers.
-
-    A table has one row of VOCABULARY entries per prefix, 1 + 4 + 16 = 21: the empty one, then by length, in
-    lexicographic order within a length. Responses are in lexicographic order too.
-    """
-    responses = torch.arange(VOCABULARY**LENGTH)
-    cells, row = [], 0
-    for position in range(LENGTH):
-        prefix_and_token = responses // VOCABULARY ** (LENGTH - 1 - position)  # the first position + 1 tokens, base 4
-        cells.append(row * VOCABULARY + prefix_and_token)
-        row += VOCABULARY**position
-    return torch.stack(cells, -1)
+def ahead(methods, first, second):  # J in the end, paired by seed: the mean and its 95 % interval
+    return world.interval(methods[first][-1] - methods[second][-1])
 
 
-def response_logprobs(token_logprobs):
-    """log π(y) of every response: (..., 21, 4) log-probabilities of the next token → (..., 64)."""
-    total, row = token_logprobs.new_zeros(*token_logprobs.shape[:-2], 1), 0
-    for position in range(LENGTH):
-        prefixes = VOCABULARY**position
-        total = (total.unsqueeze(-1) + token_logprobs[..., row : row + prefixes, :]).flatten(-2)
-        row += prefixes
-    return total
+lesson.section("4. Stale data")
+SEEDS, STEPS = 8 if lesson.quick else 20, 100
+METHODS |= {"rec-oneside-nois 5×lr": lambda *tokens: 5 * METHODS[NARROW](*tokens),
+            "grpo": lambda new, old, A, mask: METHODS["rec-oneside-is"](
+                new, old, A / (A.std(-1, correction=0, keepdim=True) + 1e-6), mask)}
+CLAIMS = (("P1 with a clip, IS = no IS", NARROW, "rec-oneside-is"), ("P1 narrow clip = GRPO", NARROW, "grpo"),
+          ("   without a clip, IS > no IS", "reinforce-is", "reinforce"),
+          ("P2 narrow clip > REINFORCE", NARROW, "reinforce"), ("P2 wide clip > REINFORCE", WIDE, "reinforce"),
+          ("P3 wide clip > narrow clip", WIDE, NARROW), ("P4 … at 5× lr", WIDE, "rec-oneside-nois 5×lr"),
+          ("P5 two-side = one-side", "rec-twoside-nois", NARROW), ("P5 ring = one-side", "rec-ring-nois", NARROW),
+          ("P7 OPMD > REINFORCE", "rep-opmd", "reinforce"), ("P7 AsymRE > REINFORCE", "rep-asymre", "reinforce"))
+stale = [world.staleness(n, sync_interval=4, sync_offset=2) for n in range(1, 11)]
+lesson.check("(4.9) I = 4, m = 2: s of steps 1 to 10", " ".join(map(str, stale)), "0 1 2 3 4 5 2 3 4 5")
+runs = {setting: {name: train_stale(name, *pair) for name in (METHODS if lesson.draws else SHOWN)}
+        for setting, pair in list(world.SETTINGS.items())[1:]}
+every_20, never = runs["refreshed every 20 steps"], runs["never refreshed"]
+fresh = {name: train_stale(name, 1) for name in ("reinforce", NARROW, "rep-opmd")}
+lesson.check("fresh data: J of narrow clip and OPMD − REINFORCE's, whole runs, largest",
+             max((J - fresh["reinforce"]).abs().max() for J in fresh.values()), 0)
+fall = (every_20["reinforce"].amax(0) - every_20["reinforce"][-1]).mean()
+above = min(ahead(every_20, name, "reinforce")[0] for name in (WIDE, "rep-opmd"))
+lesson.check(f"every 20 steps: REINFORCE falls {fall:.2f} below its best J, wide clip and OPMD end > .1 above it",
+             bool(fall > 0.1 and above > 0.1), True)
+if lesson.draws:
+    print(f"  The paper's claims, {SEEDS} seeds: J in the end, first − second, and what its 95 % interval says\n"
+          f"  (= within ± .05) {'':14}{'every 20 steps':20}{'10 batches late':20}never refreshed")
+    for claim, first, second in CLAIMS:
+        found, margin = (ahead(methods, first, second) for methods in runs.values()), 0.05 if "=" in claim else None
+        print(f"  {claim:31}" + " ".join(
+            f"{mean:+.2f} {world.verdict(low, high, margin=margin):14}" for mean, low, high in found))
+    fig, axes = figure(3, width=3.6, height=3.9, sharey=True)
+    for axis, (setting, methods) in zip(axes, runs.items()):
+        axis.plot(fresh["reinforce"].mean(1), color="0.8", linestyle="-", linewidth=4, label="fresh, any method")
+        for place, name in enumerate(SHOWN):
+            style, (mean, low, high) = method_style(name, points=5), world.interval(methods[name])
+            axis.plot(mean, label=name, **style)
+            axis.vlines(STEPS * (1.04 + 0.03 * place), low[-1], high[-1], color=style["color"])
+        axis.set(title=setting, xlabel="step", xticks=[0, STEPS // 2, STEPS])
+    axes[0].set(ylabel="expected reward J", ylim=(0.2, 1.03))
+    fig.suptitle("On stale data REINFORCE falls back and any leash helps; on one sampler for ever a tight one starves")
+    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, title="bars: 95 % intervals")
+    lesson.save_figure(fig, "04_stale")
+lesson.say("A leash keeps stale training from falling, with or without IS; so does IS alone. A wide clip learns most.")
 
+# %% [markdown]
+# ## 5. When a clip helps, and when it does not
+# The narrow clip ends at J = .70 on the bandit, where REINFORCE gets .80 and exact importance sampling needs no clip at
+# all. Never refreshed, it is the worst row of the stale world. Yet in the transformer of lesson 06, never refreshed
+# either, it ends above REINFORCE: accuracy .56 against .44, from .42 (unclipped IS: .61; figures/data/paper.csv). All
+# this is one trade: a clip costs what (4.8) says, and saves what REINFORCE would break. Four things decide.
+#
+# - **Steps on one sampler.** One sampler allows a factor of (1+ε)^T, the next allows it again. Never refreshed, the
+# bandit stops at 1.2·.58. Refreshed every 20 steps, the same clip climbs from ceiling to ceiling to arm 3, while
+# REINFORCE at the same rate has run to arm 2 on its first sampler, and after that hardly ever samples arm 3.
+# - **What the optimum needs.** On the bandit arm 3 must become 10 times likelier, in the stale world right answers 4
+# times: more than 1.2³. The likeliest answer of lesson 06's transformer is right in 96 % of the cases before training.
+# Let the stale world's first policy practise until it earns J_b > .6: the narrow clip ends above REINFORCE there too.
+# - **Shared parameters.** What can REINFORCE lose? On the bandit nothing: it never falls below what the data earn. Nor
+# where each prompt has a table of its own. If an update for one prompt moves the others, tokens go far that no sample
+# of theirs asked for, and a stale sampler does not show it. There REINFORCE falls, and ending every push early pays.
+# - **The importance weight.** With infinitely many samples E_b[ρ·(r − μ)·∇log π_θ] is ∇J, and vanishes at the optimum.
+# With 8 it is noisy, more so for long responses (lesson 01), and a token's ρ is biased (section 6). 3 tokens bear it.
 
-def random_worlds(seeds, *, generator):
-    """One task and one initial policy per seed: logits (seeds, PROMPTS, 21, 4) ~ N(0, 1), rewards (seeds, PROMPTS, 64).
+# %%
+lesson.section("5. When a clip helps, and when it does not")
+DIALS = SHOWN[:4]
+practices, shares = ((0, 30), (0,)) if lesson.quick else ((0, 5, 10, 30), (0, 0.5, 1))
+by_practice = {n: {name: train_stale(name, None, practice=n) for name in DIALS} if n else never for n in practices}
+by_sharing = {s: {name: train_stale(name, sharing=s) for name in DIALS} for s in shares} | {world.SHARING: every_20}
+J_b = {n: float(methods["reinforce"][0].mean()) for n, methods in by_practice.items()}
+paths = {name: follow_bandit(METHODS[name], refresh=20) @ REWARDS for name in DIALS[:3]}
+far, near, alone, shared = (ahead(m, NARROW, "reinforce")[0] for m in (never, by_practice[30], by_sharing[0], every_20))
+lesson.check("(4.8) bandit, refreshed every 20 steps: J after 200, narrow clip and REINFORCE",
+             torch.stack([paths[NARROW][-1], paths["reinforce"][-1]]), [0.98, 0.80], 0.01)
+lesson.check(f"(4.8) stale world, never refreshed: the narrow clip stays below 1.2³·{J_b[0]:.2f} + .02",
+             bool((never[NARROW].mean(1) < 1.2**world.LENGTH * J_b[0] + 0.02).all()), True)
+lesson.check(f"… and ends below REINFORCE, but above it if J_b = {J_b[30]:.2f}", bool(far < 0 < near), True)
+lesson.check("every 20 steps: it ends above REINFORCE, below if prompts share nothing", bool(alone < 0 < shared), True)
+if lesson.draws:
+    fig, axes = figure(3, width=3.6, height=3.9, sharey=True)
+    for name, path in paths.items():
+        axes[0].plot(path, **method_style(name, points=5))
+    axes[0].axhline(1.2 * 0.58, color="0.5", linestyle=":")
+    axes[0].annotate("narrow clip, never refreshed: 1.2·.58", (8, 0.63), color="0.3", fontsize=9)
+    axes[0].set(title="bandit, refreshed every 20 steps", xlabel="step", ylabel="expected reward J", ylim=(0.2, 1.04))
+    good = {J_b[n]: by_practice[n] for n in practices}
+    for axis, points, title, label in ((axes[1], good, "never refreshed", "J_b: what the first policy earns"),
+                                       (axes[2], by_sharing, "refreshed every 20 steps", "how much prompts share")):
+        for name in DIALS:
+            mean, low, high = world.interval(torch.stack([points[place][name][-1] for place in sorted(points)]))
+            style = method_style(name, points=1) | {"markevery": 1, "elinewidth": 0.8}
+            axis.errorbar(sorted(points), mean, torch.stack([mean - low, high - mean]), label=name, **style)
+        axis.set(title=title, xlabel=label)
+    axes[1].plot([0.22, 0.58], [0.22 * 1.2**3, 0.58 * 1.2**3], color="0.5", linestyle=":", label="1.2³·J_b")
+    fig.suptitle("A narrow clip (dark blue) beats REINFORCE if data are fresh or good, and if prompts share")
+    fig.legend(*axes[1].get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    lesson.save_figure(fig, "04_when_clipping_helps")
+lesson.say("Refresh, then clip; a wide clip or a penalty costs less. On one sampler for ever, clip only to polish.")
 
-    A quarter of the responses to each prompt is right (reward 1), chosen at random, so what is right for one prompt is
-    as a rule wrong for another.
-    """
-    rows = (VOCABULARY**LENGTH - 1) // (VOCABULARY - 1)
-    logits = torch.randn(seeds, PROMPTS, rows, VOCABULARY, dtype=torch.float64, generator=generator)
-    order = torch.rand(seeds, PROMPTS, VOCABULARY**LENGTH, dtype=torch.float64, generator=generator).argsort(-1)
-    return logits, (order < VOCABULARY**LENGTH // 4).double()
+# %% [markdown]
+# ## 6. Friends that differ in M or W alone
+#     GSPO (2507.18071)        one ratio for a response, s = exp(mean_t log ρ_t); one-side on s; W = s or 1
+#     GMPO (2507.20673)        the same mean, of log ρ_t first capped at .4 (A > 0) or lifted to −.4 (A < 0)
+#     CISPO (2506.13585), TIS  M = 1, W = min(ρ, cap) with cap = 1 + ε, or cap = 2
+#     TOPR (2503.14286)        M = 1, W = 1 for right responses, min(ρ, 1) for wrong ones
+#     dual clip (1912.09729)   PPO, and M = 0 also where A < 0 and ρ > 3
+#     DAPO (2503.14476)        one-side (.2, .28), and a price for responses that come near the limit of length
+#     TIC-GRPO (2508.02833)    W = Π_t ρ_t, the ratio of the whole trajectory
+#
+# TIC-GRPO asks what each W estimates. Enumerate: two binary tokens, one logit each for t1, for t2 after t1 = 0 and
+# after t1 = 1, at (.5, −.3, .8); data from logits 0; only (1, 1) is right; A = r − ¼.
 
-
-def update_weights(loss, logprobs, old_logprobs, advantages):
-    """The weight that a loss puts on ∇log π_θ of each token: −N·∂L/∂log π_θ, (..., K, T), N the number of tokens.
-
-    logprobs, old_logprobs (..., K, T); advantages (..., K). Taken from the loss itself by autograd, so that what is
-    trained on, plotted and counted cannot differ.
-    """
-    logprobs = logprobs.detach().requires_grad_()
-    mask = torch.ones_like(logprobs, dtype=torch.bool)
-    (gradient,) = torch.autograd.grad(loss(logprobs, old_logprobs, advantages, mask), logprobs)
-    return -gradient * logprobs.numel()
-
-
-def sample_responses(logprobs, *, generator):
-    """K responses for each prompt: (methods, seeds, prompts, 64) → numbers (methods, seeds, prompts, K).
-
-    By inverting the cumulative distribution. All methods get the same uniform numbers, so that they see the same
-    responses for as long as their samplers agree, and differences between methods are paired.
-    """
-    methods, seeds, prompts, _ = logprobs.shape
-    cumulative = logprobs.exp().cumsum(-1)
-    cumulative[..., -1] = 1.0  # against rounding
-    uniform = torch.rand(seeds, prompts, GROUP_SIZE, dtype=torch.float64, generator=generator)
-    return torch.searchsorted(cumulative, uniform.expand(methods, -1, -1, -1).contiguous(), right=True)
-
-
-def logit_gradient(weights, cells, token_logprobs):
-    """(1/K) Σ_i Σ_t w_it·∇log π_θ(y_i^t | prefix) with respect to the logits, as one closed form.
-
-    The score of a token is (one-hot − π) on the row of its prefix, so each row gets the weights on its tokens minus
-    π times their sum. weights, cells (..., K, T); token_logprobs (..., 21, 4). Returns (..., 21, 4).
-    """
-    group_size = weights.shape[-2]
-    pushes = torch.zeros_like(token_logprobs.flatten(-2)).scatter_add_(-1, cells.flatten(-2), weights.flatten(-2))
-    pushes = pushes.view_as(token_logprobs) / group_size
-    return pushes - pushes.sum(-1, keepdim=True) * token_logprobs.exp()
-
-
-def train_stale(methods, logits, rewards, *, sync_interval, sync_offset, steps, step_size, sharing, generator):
-    """Train every method on data of the staleness that (sync_interval, sync_offset) prescribes; see rollout_version.
-
-    methods   name → (advantages, loss): rewards (..., K) → (..., K), and a loss with the signature of rec_loss
-    logits    (seeds, prompts, 21, 4) and rewards (seeds, prompts, 64), from random_worlds
-    sharing   s in [0, 1]. A gradient g for one prompt moves its own logits by step_size·g and those of every other
-              prompt by step_size·s·g. That is gradient ascent on logits_x = √(1−s)·own_x + √s·shared: s = 0 is a table
-              for each prompt, s = 1 one table for all. A network stands between: its prompts share weights.
-    Methods and seeds are dimensions of one tensor.
-
-    Returns curves, each (methods, seeds, steps), exact sums over all responses unless said otherwise:
-      value    J = E r of the policy before each step and after the last one, (methods, seeds, steps + 1)
-      kl       KL(π_θ ‖ π_b), mean over prompts; π_b sampled this step's batch
-      ess      effective sample size as a share: 1 / Σ_y π_θ(y)²/π_b(y), mean over prompts
-      clipped  share of the SAMPLED tokens that have an advantage but no weight
-    """
-    cells = response_cells()
-    logits = logits.expand(len(methods), *logits.shape)
-    all_rewards = rewards.expand(len(methods), *rewards.shape)
-    buffer, next_batch = deque(), 1
-    curves = {key: [] for key in ("value", "kl", "ess", "clipped")}
-    for step in range(1, steps + 2):
-        token_logprobs = torch.log_softmax(logits, -1)
-        logprobs = response_logprobs(token_logprobs)
-        curves["value"].append((logprobs.exp() * rewards).sum(-1).mean(-1))
-        if step > steps:
-            return {key: torch.stack(curve, -1) for key, curve in curves.items()}
-
-        # Into the buffer, first in, first out, goes every batch that this version of the policy is to sample.
-        while next_batch <= steps and step - 1 == rollout_version(
-                next_batch, sync_interval=sync_interval, sync_offset=sync_offset):
-            buffer.append((sample_responses(logprobs, generator=generator), token_logprobs, logprobs))
-            next_batch += 1
-        responses, old_token_logprobs, behaviour_logprobs = buffer.popleft()
-
-        sampled = cells[responses]  # (methods, seeds, prompts, K, T)
-        here, old = (table.flatten(-2).gather(-1, sampled.flatten(-2)).view(sampled.shape)
-                     for table in (token_logprobs, old_token_logprobs))
-        sampled_rewards = all_rewards.gather(-1, responses)
-        advantages = torch.stack([shape(r) for (shape, _), r in zip(methods.values(), sampled_rewards)])
-        weights = torch.stack([update_weights(loss, *tensors) for (_, loss), *tensors
-                               in zip(methods.values(), here, old, advantages)])
-        curves["kl"].append((logprobs.exp() * (logprobs - behaviour_logprobs)).sum(-1).mean(-1))
-        curves["ess"].append((-(2 * logprobs - behaviour_logprobs).logsumexp(-1)).exp().mean(-1))
-        curves["clipped"].append(((weights == 0) & (advantages != 0).unsqueeze(-1)).double().mean((-1, -2, -3)))
-
-        gradient = logit_gradient(weights, sampled, token_logprobs)
-        logits = logits + step_size * ((1 - sharing) * gradient + sharing * gradient.sum(2, keepdim=True))
-
-
-# %% 4. Friends: neighbours that differ from REC in M or W alone
-
-
-def ppo_loss(logprobs, old_logprobs, advantages, mask, *, eps=0.2, dual_clip=None):
-    """PPO's −min(ρA, clip(ρ, 1−ε, 1+ε)A), token mean, here with the gradient THROUGH ρ; to compare with.
-
-    Tensors as in rec_loss. dual_clip: c > 1 bounds the loss by −cA where A < 0.
-    """
-    if dual_clip is not None and not dual_clip > 1:
-        raise ValueError(f"dual_clip must be > 1, got {dual_clip}; None means no dual clip")
-    logprobs, old_logprobs, advantages, mask = clean_tokens(logprobs, old_logprobs, advantages, mask)
-    ratio = (logprobs - old_logprobs).exp()
-    per_token = -torch.minimum(ratio * advantages, ratio.clamp(1 - eps, 1 + eps) * advantages)
-    if dual_clip is not None:
-        per_token = torch.where(advantages < 0, torch.minimum(per_token, -dual_clip * advantages), per_token)
-    return per_token.sum() / mask.sum().clamp(min=1)
-
-
-def sequence_ratio(log_ratio, mask):
-    """GSPO's s = exp(mean over response tokens of log ρ_t): (..., T) → (...). The geometric mean of the ratios."""
-    mean = torch.where(mask, log_ratio, 0.0).sum(-1) / mask.sum(-1).clamp(min=1)
-    return mean.clamp(-20, 20).exp()
-
-
-def gspo_loss(logprobs, old_logprobs, advantages, mask, *, importance_sampling, eps_low=3e-4, eps_high=4e-4):
-    """GSPO (arXiv 2507.18071) in REC's form: one ratio s = exp(mean_t log ρ_t) for all tokens of a response, clipped
-    one-sidedly; mean over tokens, then over responses that have any. importance_sampling=False drops W = s.
-
-    The tiny range is made for responses of hundreds of tokens, whose mean log-ratio hardly moves.
-    """
-    logprobs, old_logprobs, advantages, mask = clean_tokens(logprobs, old_logprobs, advantages, mask)
-    lengths = mask.sum(-1, keepdim=True)
-    ratio = sequence_ratio(logprobs - old_logprobs, mask).detach().unsqueeze(-1)
-    keep = clip_mask(ratio, advantages, clip="one_side", eps_low=eps_low, eps_high=eps_high)
-    weight = ratio if importance_sampling else torch.where(ratio.isnan(), ratio, 1.0)
-    per_token = torch.where(keep, weight * advantages, 0.0) * logprobs / lengths.clamp(min=1)
-    return -per_token.sum() / (lengths > 0).sum().clamp(min=1)
-
-
-def gmpo_ratio(log_ratio, advantages, mask, *, log_range=0.4):
-    """GMPO (arXiv 2507.20673): geometric mean of token ratios, each capped in log space on the side it is pushed to.
-
-    log_ratio, mask (..., T), advantages (...): A > 0 caps log ρ_t at log_range, A < 0 lifts it to −log_range. → (...).
-    """
-    if advantages.shape != log_ratio.shape[:-1]:
-        raise ValueError("advantages must be (...), one per response, for log_ratio (..., T); "
-                         f"got {tuple(advantages.shape)} for {tuple(log_ratio.shape)}")
-    if not log_range >= 0:
-        raise ValueError(f"log_range must be ≥ 0, got {log_range}")
-    capped = torch.where(advantages.unsqueeze(-1) > 0, log_ratio.clamp(max=log_range), log_ratio.clamp(min=-log_range))
-    return sequence_ratio(capped, mask)
-
-
-def capped_ratio_weight(ratio, *, cap):
-    """W = min(ρ, cap), detached, with M = 1: CISPO (arXiv 2506.13585) with cap 1 + ε, truncated IS with cap C = 2."""
-    if not cap > 0:
-        raise ValueError(f"cap must be positive, got {cap}")
-    return ratio.detach().clamp(max=cap)
-
-
-def topr_weight(ratio, rewards):
-    """TOPR (arXiv 2503.14286): W = 1 for right responses (r > 0), min(ρ, 1) for wrong ones. M = 1.
-
-    rewards: as many dimensions as ratio, such as (B, 1) for (B, T).
-    """
-    if rewards.dim() != ratio.dim():
-        raise ValueError("rewards need as many dimensions as ratio: pass rewards.unsqueeze(-1) for one per response; "
-                         f"got {tuple(rewards.shape)} for ratio {tuple(ratio.shape)}")
-    return torch.where(rewards > 0, torch.ones_like(ratio), capped_ratio_weight(ratio, cap=1.0))
-
-
+# %%
 def overlong_penalty(length, *, max_length, cache):
-    """DAPO's soft length penalty (arXiv 2503.14476): 0 up to max_length − cache, then linear to −1 at max_length."""
+    """DAPO: 0 up to max_length − cache, then linear down to −1 at max_length."""
     return (-(length - (max_length - cache)) / cache).clamp(max=0)
 
 
-def two_token_gradients():
-    """TIC-GRPO's point (arXiv 2508.02833): what each kind of importance sampling estimates, by enumeration.
-
-    Two binary tokens with one logit each for t1, t2 | t1=0 and t2 | t1=1, at [.5, −.3, .8]. The data come from the
-    policy with logits 0; only (1, 1) has reward 1; A = r − ¼, and ¼ is the data's mean reward. Returns name → (3,).
-    """
-    theta = torch.tensor([0.5, -0.3, 0.8], dtype=torch.float64, requires_grad=True)
-    tokens = torch.tensor([[0, 0], [0, 1], [1, 0], [1, 1]])
-    logits = torch.stack([theta[0].expand(4), theta[1 + tokens[:, 0]]], -1)
-    logprobs = torch.nn.functional.logsigmoid((2 * tokens - 1) * logits)  # (4 responses, 2 tokens)
-    rewards = tokens.prod(-1).double()
-    ratio = (logprobs.detach() - math.log(0.5)).exp()
-    weights = {"trajectory IS": ratio.prod(-1, keepdim=True), "token-level IS": ratio, "no IS": torch.ones_like(ratio)}
-    objectives = {"exact ∇J": (logprobs.sum(-1).exp() * rewards).sum()}
-    for name, weight in weights.items():
-        objectives[name] = 0.25 * (weight * (rewards - 0.25).unsqueeze(-1) * logprobs).sum()
-    return {name: torch.autograd.grad(value, theta, retain_graph=True)[0] for name, value in objectives.items()}
-
-
-# %% 5. The methods: an advantage and a loss each
-
-
-def five_times(loss):
-    """The same loss with five times the learning rate."""
-    return lambda *tensors: 5 * loss(*tensors)
-
-
-ONE_SIDE, ONE_SIDE_IS = (partial(rec_loss, clip="one_side", importance_sampling=weighted) for weighted in (False, True))
-METHODS = {
-    "reinforce": (group_advantages, partial(rec_loss, clip="none", importance_sampling=False)),
-    "reinforce-is": (group_advantages, partial(rec_loss, clip="none", importance_sampling=True)),
-    "grpo": (partial(group_advantages, std_normalize=True), ONE_SIDE_IS),
-    "rec-oneside-is": (group_advantages, ONE_SIDE_IS),
-    "rec-oneside-nois": (group_advantages, ONE_SIDE),
-    "rec-oneside-is (.6, 2)": (group_advantages, partial(ONE_SIDE_IS, **ENLARGED)),
-    "rec-oneside-nois (.6, 2)": (group_advantages, partial(ONE_SIDE, **ENLARGED)),
-    "rec-oneside-nois, 5× step": (group_advantages, five_times(ONE_SIDE)),
-    "rec-twoside-is": (group_advantages, partial(rec_loss, clip="two_side", importance_sampling=True)),
-    "rec-twoside-nois": (group_advantages, partial(rec_loss, clip="two_side", importance_sampling=False)),
-    "rec-ring-is": (group_advantages, partial(rec_loss, clip="ring", importance_sampling=True)),
-    "rec-ring-nois": (group_advantages, partial(rec_loss, clip="ring", importance_sampling=False)),
-    "rec-gspo-is": (group_advantages, partial(gspo_loss, importance_sampling=True)),
-    "rec-gspo-nois": (group_advantages, partial(gspo_loss, importance_sampling=False)),
-    "rep-opmd": (group_advantages, partial(opmd_loss, tau=TAU)),
-    "rep-asymre": (group_advantages, partial(asymre_loss, beta=BETA)),
-}
-
-
-# %% 6. Fixed data: where each method ends on the bandit
-
-
-def require_distribution(probs):
-    """Raise ValueError unless the last dimension of `probs` is a probability distribution."""
-    if (probs < 0).any() or not torch.allclose(probs.sum(-1), torch.ones_like(probs.sum(-1)), atol=1e-6):
-        raise ValueError("probabilities must be ≥ 0 and sum to 1 over all responses; normalise them first")
-
-
-def asymre_limit(behaviour_probs, rewards, *, beta):
-    """Where AsymRE rests on fixed data: π_i = max(w_i − c, 0)/β with w = π_b·(r − μ + β) and Σ π_i = 1. (A,) → (A,).
-
-    Water-filling: the level c rises until what stands out has the volume β. Σ w_i = β, so that c = 0 when all w_i ≥ 0.
-    ValueError: behaviour_probs is no distribution, a reward is not finite, or beta is not a positive number.
-    """
-    require_distribution(behaviour_probs)
-    if not 0 < beta < math.inf:
-        raise ValueError(f"beta must be a positive number, got {beta}: without the penalty only the winner is left")
-    if not torch.isfinite(rewards).all():
-        raise ValueError("rewards must be finite")
-    weights = behaviour_probs * (rewards - behaviour_probs @ rewards + beta)
-    weights = weights - weights.max()  # a shift moves c alone, and a tiny beta is not rounded away beside a weight of 0
-    ordered = weights.sort(descending=True).values
-    levels = (ordered.cumsum(-1) - beta) / torch.arange(1, len(ordered) + 1)  # the level if the n best arms stand out
-    level = levels[(ordered > levels).nonzero().max()]
-    return (weights - level).clamp(min=0) / beta
-
-
-def fixed_data_end(loss, advantages, *, steps, step_size):
-    """π_θ (A,) after training softmax logits on infinitely many samples from BEHAVIOUR, starting there.
-
-    One token per response, so a row of the batch is an arm; its weight is multiplied by how often π_b draws it.
-    """
-    theta = BEHAVIOUR.log()
-    for _ in range(steps):
-        logprobs = torch.log_softmax(theta, -1)
-        weights = update_weights(loss, logprobs.unsqueeze(-1), BEHAVIOUR.log().unsqueeze(-1), advantages)[:, 0]
-        weights = BEHAVIOUR * weights
-        theta = theta + step_size * (weights - weights.sum() * logprobs.exp())
-    return torch.softmax(theta, -1)
-
-
-def bandit_ends(*, steps):
-    """name → π_θ (3,) at the end, for every method whose path differs (a step size or a std only changes the pace)."""
-    mean = BEHAVIOUR @ REWARDS
-    log_partition = TAU * (BEHAVIOUR * (REWARDS / TAU).exp()).sum().log()
-    cases = {name: (loss, mean) for name, (_, loss) in METHODS.items() if name != "grpo" and "step" not in name}
-    cases["rep-opmd, baseline τ·log Z"] = METHODS["rep-opmd"][1], log_partition
-    cases["rep-asymre, β = .5"] = partial(asymre_loss, beta=0.5), mean
-    ends = {}
-    for name, (loss, baseline) in cases.items():
-        # A clip stops but does not pull back: large steps would jump over a near bound and stay there.
-        near = name.startswith("rec-") and not name.endswith("(.6, 2)")
-        step_size = 0.002 if "gspo" in name else 0.1 if near else 2.0  # GSPO's bound is a thousandth of the others
-        ends[name] = fixed_data_end(loss, REWARDS - baseline, steps=steps, step_size=step_size)
-    return ends
-
-
-# %% 7. Stale data: the experiments
-
-
-SETTINGS = {"fresh (1, 0)": (1, 0), "(20, 0)": (20, 0), "(1, 10)": (1, 10), "offline": (None, 0)}
-# Chosen so that fresh data nearly solve the task in 100 steps and staleness hurts. The sweep over SHARES shows how much
-# hangs on this choice: with a table for each prompt, unclipped REINFORCE needs no leash at all.
-STEP_SIZE, SHARING = 3.0, 0.85
-INTERVALS, SHARES = (1, 2, 5, 10, 20, 50, 100), (0.0, 0.25, 0.5, 0.75, 1.0)
-SHOWN = ("reinforce", "reinforce-is", "rec-oneside-nois", "rec-oneside-nois (.6, 2)", "rep-opmd", "rep-asymre")
-
-
-def run_stale(names, *, seeds, seed, setting=(20, 0), steps, sharing=SHARING):
-    """train_stale for the named methods; the same worlds and random numbers for every setting and sharing."""
-    generator = torch.Generator().manual_seed(seed)
-    logits, rewards = random_worlds(seeds, generator=generator)
-    return train_stale({name: METHODS[name] for name in names}, logits, rewards, sync_interval=setting[0],
-                       sync_offset=setting[1], steps=steps, step_size=STEP_SIZE, sharing=sharing, generator=generator)
-
-
-def interval(values, *, resamples=1000):
-    """Mean over the last dimension (seeds) and its bootstrap 95 % interval: (..., seeds) → three tensors (...)."""
-    generator = torch.Generator().manual_seed(0)
-    seeds = values.shape[-1]
-    drawn = torch.randint(seeds, (resamples, seeds), generator=generator)
-    shares = torch.nn.functional.one_hot(drawn, seeds).sum(1).to(values.dtype) / seeds
-    low, high = torch.quantile(values @ shares.T, torch.tensor([0.025, 0.975], dtype=values.dtype), dim=-1)
-    return values.mean(-1), low, high
-
-
-def verdict(low, high, *, least=0.0, margin=None):
-    """What a 95 % interval says about "more than `least`" or, with a margin, about "equal within ± margin"."""
-    if margin is None:
-        return "holds" if low > least else "does not hold" if high < least else "not resolved"
-    if -margin < low and high < margin:
-        return "holds"
-    return "does not hold" if low > margin or high < -margin else "not resolved"
-
-
-def paper_verdicts(runs, names):
-    """The paper's claims against this world: rows (claim, setting, mean, low, high, verdict), paired over seeds.
-
-    runs: setting → curves of train_stale for `names`. "Equal" means within ± .05 of J, "falls" by more than .05.
-    """
-    final = {setting: dict(zip(names, curves["value"][..., -1])) for setting, curves in runs.items()}
-    fall = {setting: dict(zip(names, curves["value"].amax(-1) - curves["value"][..., -1]))
-            for setting, curves in runs.items()}
-    clipped = {setting: dict(zip(names, curves["clipped"].mean(-1))) for setting, curves in runs.items()}
-    narrow, large = "rec-oneside-nois", "rec-oneside-nois (.6, 2)"
-    rows = []
-
-    def add(claim, values, **rule):
-        for setting in list(SETTINGS)[1:]:
-            mean, low, high = interval(values(setting))
-            rows.append((claim, setting, mean, low, high, verdict(low, high, **rule)))
-
-    def compare(claim, first, second, **rule):
-        if first in names and second in names:
-            add(claim, lambda setting: final[setting][first] - final[setting][second], **rule)
-
-    compare("P1 with a clip, IS is not needed: NoIS = IS", narrow, "rec-oneside-is", margin=0.05)
-    compare("P1 … nor GRPO's std, which lengthens its steps: = GRPO", narrow, "grpo", margin=0.05)
-    compare("   without a clip it is: REINFORCE with IS > without", "reinforce-is", "reinforce")
-    add("P2 unclipped REINFORCE falls from its best J", lambda setting: fall[setting]["reinforce"], least=0.05)
-    add("P2 … one-side (.2, .2) does not: .05 − its fall", lambda setting: 0.05 - fall[setting][narrow])
-    compare("P2 … and ends higher: (.2, .2) > no clip", narrow, "reinforce")
-    compare("P2 … and ends higher: (.6, 2) > no clip", large, "reinforce")
-    compare("P3 the large range learns more: (.6, 2) > (.2, .2)", large, narrow)
-    add("P3 … and pays in stability: it falls from its best J", lambda setting: fall[setting][large], least=0.05)
-    compare("P4 … which 5× the step does not do: (.6, 2) > 5×", large, "rec-oneside-nois, 5× step")
-    compare("P5 two-side = one-side", "rec-twoside-nois", narrow, margin=0.05)
-    compare("P5 ring = one-side", "rec-ring-nois", narrow, margin=0.05)
-    compare("P7 OPMD stabilises: > REINFORCE", "rep-opmd", "reinforce")
-    compare("P7 AsymRE stabilises: > REINFORCE", "rep-asymre", "reinforce")
-    add("P8 (.6, 2) clips few tokens: .1 − clipped share", lambda setting: 0.1 - clipped[setting][large])
-    return rows
-
-
-def print_tables(ends, runs, names, rows, *, seeds, steps):
-    """Where the bandit ends, J at the end of every stale run, and the verdicts."""
-    print("Fixed data, 3-arm bandit: where each method ends\n\n" + " " * 28 + "arm 1  arm 2  arm 3    J")
-    for name, probs in ends.items():
-        print(f"{name:28}" + "".join(f"{p:<7.3f}" for p in probs) + f"  {probs @ REWARDS:.3f}")
-    start = next(iter(runs.values()))["value"][0, :, 0].mean()
-    print(f"\nStale world: J after {steps} steps, mean of {seeds} seeds [95 % interval]; start {start:.2f}, best 1.\n"
-          "On the right, means over the run at (20, 0).\n")
-    print(" " * 26 + "".join(f"{setting:19}" for setting in runs) + "KL     sample  clipped")
-    finals = [interval(curves["value"][..., -1]) for curves in runs.values()]
-    means = [runs["(20, 0)"][key].mean((-1, -2)) for key in ("kl", "ess", "clipped")]
-    for i, name in enumerate(names):
-        print(f"{name:26}" + "".join(f"{mean[i]:.2f} [{low[i]:.2f}, {high[i]:.2f}]  " for mean, low, high in finals)
-              + f"{means[0][i]:<7.2f}{means[1][i]:<8.2f}{means[2][i]:.2f}")
-    print("\nWhat the paper claims, and what shows here: final J, first minus second, unless said otherwise\n")
-    for claim, setting, mean, low, high, outcome in rows:
-        print(f"{claim:58}{setting:9}{mean:+.3f} [{low:+.3f}, {high:+.3f}]  {outcome}")
-    print()
-
-
-# %% 8. The claims
-
-
-def token_batch(generator, *, spread, rows=64, tokens=5):
-    """Random logprobs, old_logprobs, advantages (rows,), mask for checks of a loss: log-ratios ~ N(0, spread²)."""
-    old_logprobs = -3 * torch.rand(rows, tokens, dtype=torch.float64, generator=generator)
-    logprobs = old_logprobs + spread * torch.randn(rows, tokens, dtype=torch.float64, generator=generator)
-    advantages = torch.randn(rows, dtype=torch.float64, generator=generator)
-    mask = torch.rand(rows, tokens, dtype=torch.float64, generator=generator) < 0.8
-    return logprobs, old_logprobs, advantages, mask
-
-
-def loss_gradient(loss, logprobs, *tensors):
-    """∂L/∂log π_θ."""
-    logprobs = logprobs.detach().requires_grad_()
-    return torch.autograd.grad(loss(logprobs, *tensors), logprobs)[0]
-
-
-# Rows that differ from REINFORCE in M, W or a penalty whose gradient is 0 at ρ = 1.
-SAME_WHEN_FRESH = [name for name in METHODS if name.startswith(("rec-oneside", "rec-twoside", "rec-ring"))
-                   and "5×" not in name] + ["reinforce-is", "rep-opmd"]
-
-
-# Rows of ρ; columns: one_side A>0, A<0 | two_side A>0, A<0 | ring A>0, A<0 | one_side (.6, 2) A>0, A<0.
-TRUTH_TABLE = [
-    ((0.10, 0.30), "10 00 10 10"), ((0.50, 0.79), "10 00 00 11"), ((0.80, 1.0, 1.2), "11 11 11 11"),
-    ((1.21, 2.0, 2.9), "01 00 00 11"), ((3.0,), "01 00 01 11"), ((3.5,), "01 00 01 01"),
-]
-
-
-def claims_mask(claims):
-    wanted, measured = [], []
-    for ratios, bits in TRUTH_TABLE:
-        for ratio in ratios:
-            wanted.append([float(bit) for bit in bits.replace(" ", "")])
-            masks = [clip_mask(torch.tensor(ratio), torch.tensor(sign), clip=clip, **bounds)
-                     for clip, bounds in (("one_side", {}), ("two_side", {}), ("ring", {}), ("one_side", ENLARGED))
-                     for sign in (1.0, -1.0)]
-            measured.append(torch.stack(masks).double())
-    check(claims, "(1) the truth table of all masks: 12 ratios, both signs", expected=wanted, tolerance=0.0,
-          measured=torch.stack(measured))
-    ratio, advantages = torch.tensor([1.5, 1.5, 0.5, 0.5]), torch.tensor([1.0, -1.0, 1.0, -1.0])
-    check(claims, "(1) clip fraction of ρ = 1.5, 1.5, .5, .5 with A = 1, −1, 1, −1", expected=0.5,
-          measured=(~clip_mask(ratio, advantages, clip="one_side")).double().mean())
-    grid = torch.logspace(-3, 3, 200)
-    kept = torch.stack([clip_mask(grid, torch.tensor(0.0), clip=clip) for clip in ("one_side", "two_side", "ring")])
-    check(claims, "(1) A = 0 is never counted as clipped", expected=True, measured=bool(kept.all()))
-    far = torch.tensor([[100.0]], dtype=torch.float64)
-    weights = [update_weights(METHODS["reinforce-is"][1], far, torch.zeros_like(far), torch.tensor([a])).item()
-               for a in (-1.0, 0.0)]
-    check(claims, "(1) log-ratio 100 is capped at 20: weight −e²⁰ for A = −1, and 0 for A = 0", tolerance=0.01,
-          expected=[-485165195.41, 0.0], measured=weights)
-
-
-def claims_ppo(claims, generator):
-    grid = torch.linspace(-2.5, 2.5, 1001, dtype=torch.float64).unsqueeze(-1)
-    advantages = torch.cat([torch.ones(1001), -torch.ones(1001)]).double()
-    grid = grid.repeat(2, 1)
-    batches = {"grid": (grid, torch.zeros_like(grid), advantages, torch.ones_like(grid, dtype=torch.bool)),
-               "random": token_batch(generator, spread=0.5)}
-    for name, (logprobs, old_logprobs, advantages, mask) in batches.items():
-        token_advantages = advantages.unsqueeze(-1).expand_as(logprobs)
-        ppo = loss_gradient(ppo_loss, logprobs, old_logprobs, token_advantages, mask)
-        rec = loss_gradient(ONE_SIDE_IS, logprobs, old_logprobs, advantages, mask)
-        check(claims, f"(1) ∇PPO-min = ∇REC one-side IS, {name}: largest difference", expected=0.0, tolerance=1e-14,
-              measured=(ppo - rec).abs().max())
-        if name == "grid":
-            dual = loss_gradient(partial(ppo_loss, dual_clip=3.0), logprobs, old_logprobs, token_advantages, mask)
-            beyond = (token_advantages < 0) & ((logprobs - old_logprobs).exp() > 3)
-            check(claims, "(1) a dual clip, c = 3, differs exactly where A < 0 and ρ > 3", expected=True,
-                  measured=bool(((dual != ppo) == beyond).all()))
-            check(claims, "(1) … there its gradient is 0, and REC's is not", expected=True,
-                  measured=bool((dual[beyond] == 0).all() and (rec[beyond] != 0).all()))
-
-
-def claims_on_policy(claims, generator):
-    logprobs, _, advantages, mask = token_batch(generator, spread=0.0)
-    reinforce = loss_gradient(METHODS["reinforce"][1], logprobs, logprobs, advantages, mask)
-    gap = max((loss_gradient(METHODS[name][1], logprobs, logprobs, advantages, mask) - reinforce).abs().max()
-              for name in SAME_WHEN_FRESH)
-    check(claims, f"(1), (2) fresh data, ρ = 1: ∇ of {len(SAME_WHEN_FRESH)} rows − ∇REINFORCE", expected=0.0,
-          measured=gap, tolerance=1e-15)
-
-
-def claims_penalties(claims, generator):
-    theta = torch.tensor([0.3, -0.2, 0.1], dtype=torch.float64)
-    old = torch.full((3, 1), 1 / 3, dtype=torch.float64).log()
-    ones = torch.ones(3, 1, dtype=torch.bool)
-    advantages = group_advantages(REWARDS)
-
-    def opmd_square(logprobs, tau):  # as its authors write it, one number per response
-        return ((advantages - tau * (logprobs - old[:, 0])).square() / (2 * tau)).mean()
-
-    logprobs = torch.log_softmax(theta, -1)
-    constant = (advantages.square() / (2 * 0.5)).mean() + (advantages * old[:, 0]).mean()
-    check(claims, "(2) OPMD, worked example, τ = .5: as a square and as a sum", expected=[0.257328934865] * 2,
-          measured=[opmd_square(logprobs, 0.5),
-                    opmd_loss(logprobs[:, None], old, advantages, ones, tau=0.5) + constant])
-    check(claims, "(2) AsymRE, worked example, β = .1: as a baseline and as a sum", expected=[0.171927265100] * 2,
-          measured=[-((REWARDS - (REWARDS.mean() - 0.1)) * logprobs).mean(),
-                    asymre_loss(logprobs[:, None], old, advantages, ones, beta=0.1) - 0.1 * old.mean()])
-    gaps = {"OPMD": 0.0, "AsymRE": 0.0}
-    for theta in 2 * torch.randn(200, 3, dtype=torch.float64, generator=generator):
-        logprobs = torch.log_softmax(theta, -1)
-        square = loss_gradient(lambda l: opmd_square(l, 0.5), logprobs)
-        penalty = loss_gradient(partial(opmd_loss, tau=0.5), logprobs[:, None], old, advantages, ones)[:, 0]
-        lowered = -(REWARDS - (REWARDS.mean() - BETA)) / 3  # the gradient with the baseline r̄ − β
-        shifted = loss_gradient(partial(asymre_loss, beta=BETA), logprobs[:, None], old, advantages, ones)[:, 0]
-        gaps["OPMD"] = max(gaps["OPMD"], (square - penalty).abs().max())
-        gaps["AsymRE"] = max(gaps["AsymRE"], (lowered - shifted).abs().max())
-    for name, gap in gaps.items():
-        check(claims, f"(2) {name} = REINFORCE + penalty, gradients at 200 random θ: difference", expected=0.0,
-              measured=gap, tolerance=1e-13)
-    pair, zero = torch.tensor([[0.1, -0.1]], dtype=torch.float64), torch.zeros(1, 2, dtype=torch.float64)
-    check(claims, "(2) two tokens, d = .1, −.1: the token penalty sees them, (Σ_t d)² does not", expected=[0.01, 0.0],
-          measured=[opmd_loss(pair, zero, torch.zeros(1), torch.ones(1, 2), tau=2.0), pair.sum().square()])
-
-
-def claims_limits(claims, ends):
-    drift = BEHAVIOUR * (REWARDS - BEHAVIOUR @ REWARDS)
-    check(claims, "(3) REINFORCE and AsymRE (β = .1) end on arm 2, the wrong one", expected=[[0.0, 1.0, 0.0]] * 2,
-          measured=torch.stack([ends["reinforce"], ends["rep-asymre"]]), tolerance=1e-6)
-    check(claims, "(3) AsymRE, β = .5: arm 1 is below the water level", expected=[0.0, 0.84, 0.16],
-          measured=ends["rep-asymre, β = .5"], tolerance=1e-6)
-    check(claims, "(3) AsymRE, β = 1: all arms survive and π = π_b·(r − μ + 1)", expected=drift + BEHAVIOUR,
-          measured=asymre_limit(BEHAVIOUR, REWARDS, beta=1.0))
-    # With arm 2 alone above water c = w_2 − β, and arm 3 appears when w_3 exceeds that: .042 + .1β = .132 − .4β.
-    low, high = 0.01, 1.0
-    for _ in range(50):
-        middle = (low + high) / 2
-        low, high = (low, middle) if asymre_limit(BEHAVIOUR, REWARDS, beta=middle)[2] > 0 else (middle, high)
-    check(claims, "(3) AsymRE: arm 3 survives from β = .18 on, by bisection", expected=0.18, measured=high)
-    limit = asymre_limit(BEHAVIOUR, REWARDS, beta=0.5)
-    taus = torch.logspace(-2, 2, 2000, dtype=torch.float64).unsqueeze(-1)
-    tilts = torch.softmax(BEHAVIOUR.log() + REWARDS / taus, -1)
-    check(claims, "(3) … no τ gives that policy: π_b·exp(r/τ)/Z stays more than .05 away", expected=True,
-          measured=(tilts - limit).abs().amax(-1).min().item() > 0.05)
-    check(claims, "(3) OPMD with baseline τ·log Z ends at π* = π_b·exp(r/τ)/Z", tolerance=1e-6,
-          expected=torch.softmax(BEHAVIOUR.log() + REWARDS / TAU, -1), measured=ends["rep-opmd, baseline τ·log Z"])
-    # A narrow clip stops arms 2 and 3 at ρ = 1.2; arm 1 keeps the rest.
-    clipped = torch.stack([ends[name] for name in ends if name.startswith(("rec-oneside", "rec-twoside", "rec-ring"))
-                           and "(.6, 2)" not in name])
-    check(claims, "(3) one-side, two-side, ring at (.2, .2), IS or not: J = .696, π = [.16, .72, .12]", tolerance=0.01,
-          expected=torch.tensor([0.16, 0.72, 0.12]).expand_as(clipped), measured=clipped)
-    # (.6, 2) without IS: once arm 1 is clipped only positive weights are left, and REINFORCE is weighted imitation.
-    check(claims, "(3) one-side (.6, 2) NoIS: imitates arms 2 and 3 as .132 : .042", tolerance=0.02,
-          expected=[0.0, 0.132 / 0.174, 0.042 / 0.174], measured=ends["rec-oneside-nois (.6, 2)"])
-    check(claims, "(3) only full importance sampling ends on arm 3: π_3 > .99, all others < .5", expected=True,
-          measured=all(end[2] > 0.99 if name == "reinforce-is" else end[2] < 0.5 for name, end in ends.items()))
-
-
-def claims_staleness(claims):
-    wanted = {(1, 0): [0, 0, 0, 0, 0, 0, 0, 0, 0, 0], (4, 0): [0, 1, 2, 3, 0, 1, 2, 3, 0, 1],
-              (1, 3): [0, 1, 2, 3, 3, 3, 3, 3, 3, 3], (2, 1): [0, 1, 2, 1, 2, 1, 2, 1, 2, 1],
-              (4, 2): [0, 1, 2, 3, 4, 5, 2, 3, 4, 5], (2, 3): [0, 1, 2, 3, 4, 3, 4, 3, 4, 3],
-              (None, 0): [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]}
-    for (every, ahead), expected in wanted.items():
-        check(claims, f"(4) staleness of steps 1..10, I = {every}, m = {ahead}", expected=expected, tolerance=0.0,
-              measured=[staleness(n, sync_interval=every, sync_offset=ahead) for n in range(1, 11)])
-    check(claims, "(4) … (20, 0): 9.5 on average", expected=9.5,
-          measured=sum(staleness(n, sync_interval=20, sync_offset=0) for n in range(1, 101)) / 100)
-
-
-def claims_mask_friends(claims):
-    ratio = torch.tensor([1.25, 1.3], dtype=torch.float64)
-    one = torch.tensor(1.0)
-    higher = clip_mask(ratio, one, clip="one_side", eps_high=0.28).double()
-    check(claims, "DAPO clip-higher .2/.28: ρ = 1.25 learns, 1.3 does not; at .2/.2 neither", expected=[1, 0, 0, 0],
-          measured=torch.cat([higher, clip_mask(ratio, one, clip="one_side").double()]))
-    lengths = torch.tensor([16000, 16384, 18432, 20480], dtype=torch.float64)
-    check(claims, "DAPO overlong penalty, 20480 tokens, cache 4096: at 16000, 16384, 18432, 20480",
-          expected=[0.0, 0.0, -0.5, -1.0], measured=overlong_penalty(lengths, max_length=20480, cache=4096))
-    log_ratio = torch.tensor([0.1, -0.2, 0.3, 0.0], dtype=torch.float64)
-    check(claims, "GSPO: s of log-ratios .1, −.2, .3, 0", expected=1.0512711, tolerance=1e-7,
-          measured=sequence_ratio(log_ratio, torch.ones(4, dtype=torch.bool)))
-    log_ratio = torch.tensor([0.6, -0.5, 0.1], dtype=torch.float64).expand(2, 3)
-    check(claims, "GMPO: .6, −.5, .1 in e^{±.4}, A > 0 and A < 0", expected=[1.0, 1.1051709], tolerance=1e-7,
-          measured=gmpo_ratio(log_ratio, torch.tensor([1.0, -1.0]), torch.ones(2, 3, dtype=torch.bool)))
-    ratio = torch.tensor([1.5, 3.0], dtype=torch.float64)
-    ones = torch.ones(2, 1, dtype=torch.float64)
-    ppo = loss_gradient(ppo_loss, ratio.log().unsqueeze(-1), 0 * ones, ones, ones.bool())[:, 0]
-    check(claims, "CISPO, ε = .2, A = 1, ρ = 1.5 and 3: weight 1.2 where PPO's is 0", expected=[1.2, 1.2, 0.0, 0.0],
-          measured=torch.cat([capped_ratio_weight(ratio, cap=1.2), ppo]))
-    check(claims, "TIS, C = 2: ρ = 1.5 and 3 weigh", expected=[1.5, 2.0], measured=capped_ratio_weight(ratio, cap=2.0))
-    check(claims, "TOPR: ρ = .5 and 3 weigh 1, 1 when right and .5, 1 when wrong", expected=[1.0, 1.0, 0.5, 1.0],
-          measured=topr_weight(torch.tensor([0.5, 3.0]).repeat(2), torch.tensor([1.0, 1.0, 0.0, 0.0])))
-    gradients = two_token_gradients()
-    for name, expected in (("exact ∇J", [0.1621466, 0.0, 0.1331501]), ("trajectory IS", gradients["exact ∇J"]),
-                           ("token-level IS", [0.1175019, 0.0, 0.1069549]), ("no IS", [0.125, -0.0093053, 0.1012532])):
-        check(claims, f"TIC-GRPO, two tokens: {name}" + (" is the exact ∇J" if name == "trajectory IS" else ""),
-              expected=expected, measured=gradients[name], tolerance=1e-12 if name == "trajectory IS" else 1e-7)
-
-
-def claims_stale_world(claims, runs, names, by_sharing):
-    fresh = dict(zip(names, runs["fresh (1, 0)"]["value"]))
-    same = [name for name in SAME_WHEN_FRESH if name in names]
-    gap = max((fresh[name] - fresh["reinforce"]).abs().max() for name in same)
-    check(claims, f"stale world, fresh data: J of {len(same)} rows at every step − J of REINFORCE", expected=0.0,
-          measured=gap)
-    check(claims, "… where KL to the sampler is 0 and the effective sample size whole", expected=[0.0, 1.0],
-          measured=[runs["fresh (1, 0)"]["kl"].abs().max(), runs["fresh (1, 0)"]["ess"].min()])
-    stale = dict(zip(names, runs["(20, 0)"]["value"][..., -1]))
-    low = {name: interval(stale[name] - stale["reinforce"])[1]
-           for name in ("rec-oneside-nois (.6, 2)", "rep-opmd")}
-    for name, bound in low.items():
-        check(claims, f"stale (20, 0): {name} ends above REINFORCE (95 % interval)", expected=True,
-              measured=bool(bound > 0))
-    alone = dict(zip(SHOWN, by_sharing[0.0]))
-    check(claims, "… but when prompts share nothing, REINFORCE ends above one-side (.2, .2)", expected=True,
-          measured=bool(interval(alone["reinforce"] - alone["rec-oneside-nois"])[1] > 0))
-
-
-# %% 9. The figures
-
-
-def figure_gradient_weight(directory):
-    """The weight on ∇log π_θ of one token against its ratio, taken from each loss by update_weights."""
-    panels = [("none", {}), ("one_side", {}), ("one_side", ENLARGED), ("two_side", {}), ("two_side", ENLARGED),
-              ("ring", {})]
-    fig, axes = figure(len(panels), 2, width=2.1, height=2.1, sharex=True, sharey="row")
-    fig.suptitle("The clip decides where the gradient is 0; importance sampling only tilts what is left")
-    ratio = torch.logspace(-1, math.log10(6), 600, dtype=torch.float64)
-    zeros = torch.zeros_like(ratio).unsqueeze(-1)
-    for column, (clip, bounds) in enumerate(panels):
-        for axis, sign in zip(axes[:, column], (1.0, -1.0)):
-            advantages = torch.full_like(ratio, sign)
-            for weighted, label in ((False, "NoIS: W = 1"), (True, "IS: W = ρ")):
-                loss = partial(rec_loss, clip=clip, importance_sampling=weighted, **bounds)
-                weights = update_weights(loss, ratio.log().unsqueeze(-1), zeros, advantages)[:, 0]
-                axis.plot(ratio, weights, label=label)
-            keep = clip_mask(ratio, advantages, clip=clip, **bounds)
-            axis.fill_between(ratio, 0, 1, where=~keep, transform=axis.get_xaxis_transform(), color="0.9", linewidth=0)
-            axis.axhline(0, color="0.6", linewidth=0.6, linestyle="-", zorder=0)
-            axis.set(xscale="log", xticks=[0.1, 0.4, 1, 3], xticklabels=[".1", ".4", "1", "3"], xlim=(0.1, 6))
-            axis.minorticks_off()
-        title = clip.replace("_", "-") + ("" if clip == "none" else " (.6, 2)" if bounds else " (.2, .2)")
-        title += "\nouter (.6, 2)" if clip == "ring" else ""
-        axes[0, column].set_title(title)
-        axes[1, column].set_xlabel("ratio ρ")
-    axes[0, 0].set(ylabel="weight, A = +1", ylim=(-0.4, 4))
-    axes[1, 0].set(ylabel="weight, A = −1", ylim=(-4, 0.4))
-    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
-    return save_figure(fig, directory, "04_gradient_weight")
-
-
-def figure_bandit(ends, directory):
-    """Left: AsymRE's limit against β. Right: where every method ends on fixed data."""
-    fig, (left, right) = figure(2, width=5.0, height=3.8)
-    betas = torch.linspace(0.02, 2, 400, dtype=torch.float64)
-    limits = torch.stack([asymre_limit(BEHAVIOUR, REWARDS, beta=beta.item()) for beta in betas])
-    for arm, name in enumerate(("arm 1 (r = 0)", "arm 2 (r = .8)", "arm 3 (r = 1)")):
-        left.plot(betas, limits[:, arm], label=name)
-        left.plot(betas[-1:], BEHAVIOUR[arm : arm + 1], "<", color=STYLES[arm][0], clip_on=False)
-    left.axvline(0.18, color="0.7", linewidth=0.8, linestyle="-", zorder=0)
-    left.annotate("arm 3 survives\nfrom β = .18", (0.2, 0.42), fontsize=8)
-    left.set(title="AsymRE cuts arms off one by one", xlabel="β   (◂ at the right edge: the data, β → ∞)",
-             ylabel="probability in the end", xlim=(0, 2), ylim=(0, 1.02))
-    left.legend(fontsize=8, loc="center right")
-    order = sorted(ends, key=lambda name: float(ends[name] @ REWARDS))
-    values = [float(ends[name] @ REWARDS) for name in order]
-    right.barh(order, values, color="0.75")
-    for row, value in enumerate(values):
-        right.annotate(f"{value:.2f}", (value, row), (3, 0), textcoords="offset points", va="center", fontsize=7)
-    for value, name in ((0.58, "data"), (0.8, "arm 2"), (1.0, "arm 3")):
-        right.axvline(value, color="0.4", linewidth=0.8, linestyle=":")
-        right.annotate(name, (value, len(order) - 0.4), ha="center", va="bottom", fontsize=8, annotation_clip=False)
-    right.tick_params(axis="y", labelsize=7)
-    right.set(xlabel="expected reward J in the end", xlim=(0.5, 1.05), ylim=(-0.6, len(order) - 0.4))
-    right.set_title("Fixed data: only full importance sampling ends on arm 3", pad=16)
-    return save_figure(fig, directory, "04_bandit")
-
-
-def figure_stale(runs, names, by_interval, by_sharing, directory):
-    """Top: J in the stale settings. Below: final J against staleness and against sharing, effective sample size."""
-    fig, axes = figure(3, 2, width=3.1, height=2.5)
-    fig.suptitle("On stale data REINFORCE falls back and every leash prevents it; offline, a tight leash costs more",
-                 fontsize=11)
-
-    def lines(axis, x, values, **options):
-        """values (methods, points, seeds) in the order of SHOWN; bars are 95 % intervals."""
-        for (color, style), name, series in zip(STYLES, SHOWN, values):
-            mean, low, high = interval(series)
-            axis.errorbar(x, mean, torch.stack([mean - low, high - mean]), color=color, linestyle=style, label=name,
-                          elinewidth=0.8, **options)
-
-    rows = [names.index(name) for name in SHOWN]
-    fresh = runs["fresh (1, 0)"]["value"][names.index("reinforce")].mean(0)
-    titles = ("refreshed every 20 steps (20, 0)", "10 batches behind (1, 10)", "offline: never refreshed")
-    for axis, title, curves in zip(axes[0], titles, list(runs.values())[1:]):
-        values = curves["value"][rows].transpose(1, 2)
-        last = values.shape[1] - 1
-        axis.plot(fresh, color="0.7", linestyle="-", linewidth=1)
-        axis.annotate("fresh data (1, 0)", (last, fresh[-1]), (0, 2), textcoords="offset points", ha="right",
-                      color="0.5", fontsize=7)
-        lines(axis, range(last + 1), values, errorevery=(last // 5, last // 5))
-        axis.set(title=title, xlabel="step", ylim=(0.2, 1.06))
-    axes[0, 0].set_ylabel("expected reward J")
-    for axis, points in ((axes[1, 0], by_interval), (axes[1, 1], by_sharing)):
-        lines(axis, list(points), torch.stack(list(points.values()), 1), marker="o", markersize=3)
-        axis.set(ylim=(0.2, 1.06))
-    axes[1, 0].set(title="staleness hurts REINFORCE first", xscale="log", xlabel="sync interval I",
-                   ylabel="J in the end", xticks=list(by_interval), xticklabels=[str(every) for every in by_interval])
-    axes[1, 0].minorticks_off()
-    axes[1, 1].set(title="at (20, 0): sharing does the harm", xlabel="how much the prompts share")
-    values = runs["(20, 0)"]["ess"][rows].transpose(1, 2)
-    lines(axes[1, 2], range(1, values.shape[1] + 1), values, errorevery=(19, 20))
-    axes[1, 2].set(title="at (20, 0): leashes save samples", xlabel="step",
-                   ylabel="effective sample size",
-                   ylim=(0, 1.06))
-    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
-    path = save_figure(fig, directory, "04_stale")
-    Image.open(path).convert("RGB").quantize(64).save(path)  # many thin lines: a palette takes a third of the bytes
-    return path
-
-
-# %% 10. Exercises: python 04_regularization.py --exercise 1
-
-
-def exercise_mask(ratio, advantages, eps_low, eps_high):
-    return clip_mask(ratio, advantages, clip="one_side", eps_low=eps_low, eps_high=eps_high)
-
-
-def exercise_asymre(behaviour_probs, rewards, beta):
-    return asymre_limit(behaviour_probs, rewards, beta=beta)
-
-
-def exercise_staleness(step, sync_interval, sync_offset):
-    return staleness(step, sync_interval=sync_interval, sync_offset=sync_offset)
-
-
-EXERCISES = {
-    1: ("one_side_mask", "True where PPO's clipped objective has a gradient: ratio, advantages (N,), and the bounds "
-        "1 − eps_low and 1 + eps_high, inclusive. A = 0 counts as kept.",
-        exercise_mask,
-        [(torch.tensor([0.5, 0.8, 1.0, 1.2, 1.5] * 3), torch.tensor([1.0] * 5 + [-1.0] * 5 + [0.0] * 5), 0.2, 0.2),
-         (torch.tensor([0.3, 2.5, 3.5, 0.3, 2.5, 3.5]), torch.tensor([0.5] * 3 + [-0.5] * 3), 0.6, 2.0)]),
-    2: ("asymre_end", "Where AsymRE ends on fixed data: π_i = max(w_i − c, 0)/beta with w = π_b·(r − μ + beta), c such "
-        "that Σ π_i = 1; equation (3). behaviour_probs, rewards (A,) → (A,).",
-        exercise_asymre,
-        [(BEHAVIOUR, REWARDS, 0.1), (BEHAVIOUR, REWARDS, 0.5), (BEHAVIOUR, REWARDS, 2.0)]),
-    3: ("updates_ahead", "How many updates the learner is ahead of the policy that sampled the batch of `step` "
-        "(1-based); sync_interval=None is never refreshed; equation (4).",
-        exercise_staleness,
-        [(step, every, ahead) for step in (1, 2, 7, 12) for every, ahead in ((1, 0), (4, 2), (1, 10), (None, 0))]),
-}
-
-
-# %% 11. Run
-
-
-def main(argv=None):
-    args = lesson_arguments(__doc__, argv)
-    if args.exercise is not None:
-        run_exercise(EXERCISES, args)
-    torch.set_num_threads(1)  # tensors this small lose more time between threads than they gain
-    generator = seed_everything(args.seed)
-    seeds, steps, names = (8, 60, SHOWN) if args.quick else (20, 100, tuple(METHODS))
-    intervals, shares = ((20,), (0.0,)) if args.quick else (INTERVALS, SHARES)
-    options = {"seeds": seeds, "seed": args.seed, "steps": steps}
-
-    runs = {setting: run_stale(names, setting=pair, **options) for setting, pair in SETTINGS.items()}
-    ends_shown = {every: runs[setting]["value"][[names.index(name) for name in SHOWN], :, -1]
-                  for setting, every in (("fresh (1, 0)", 1), ("(20, 0)", 20))}
-    by_interval = {every: ends_shown[every] if every in ends_shown
-                   else run_stale(SHOWN, setting=(every, 0), **options)["value"][..., -1] for every in intervals}
-    by_sharing = {share: run_stale(SHOWN, sharing=share, **options)["value"][..., -1] for share in shares}
-    ends = bandit_ends(steps=200)
-    print_tables(ends, runs, names, paper_verdicts(runs, names), seeds=seeds, steps=steps)
-
-    claims = []
-    claims_mask(claims)
-    claims_ppo(claims, generator)
-    claims_on_policy(claims, generator)
-    claims_penalties(claims, generator)
-    claims_limits(claims, ends)
-    claims_staleness(claims)
-    claims_mask_friends(claims)
-    claims_stale_world(claims, runs, names, by_sharing)
-    figure_gradient_weight(args.out)
-    figure_bandit(ends, args.out)
-    figure_stale(runs, names, by_interval, by_sharing, args.out)
-    finish(claims, args)
-
-
-if __name__ == "__main__":
-    main()
+lesson.section("6. Friends that differ in M or W alone")
+theta = torch.tensor([0.5, -0.3, 0.8], dtype=torch.float64, requires_grad=True)
+t = torch.tensor([[0, 0], [0, 1], [1, 0], [1, 1]])
+logits = torch.stack([theta[0].expand(4), theta[1 + t[:, 0]]], -1)
+logprobs = torch.nn.functional.logsigmoid((2 * t - 1) * logits)  # (4 responses, 2 tokens)
+r, ratio = t.prod(-1).double(), (logprobs.detach() - math.log(0.5)).exp()
+exact = torch.autograd.grad((r * logprobs.sum(-1).exp()).sum(), theta, retain_graph=True)[0]
+lesson.check("two tokens, exact ∇J", exact, [0.1621466, 0, 0.1331501], 1e-7)
+for name, W, expected in (("trajectory IS", ratio.prod(-1, keepdim=True), exact),
+                          ("token-level IS", ratio, [0.1175019, 0, 0.1069549]),
+                          ("no IS", 1, [0.125, -0.0093053, 0.1012532])):
+    objective = 0.25 * (W * (r - 0.25)[:, None] * logprobs).sum()
+    lesson.check(f"two tokens, {name}", torch.autograd.grad(objective, theta, retain_graph=True)[0], expected, 1e-7)
+lesson.say("Only the whole trajectory's ratio is exact. Without any, data also move the logit that ∇J leaves alone.")
+
+# %% Exercises
+def check_opmd_rest(function):
+    probs = torch.as_tensor(function(BEHAVIOUR, REWARDS, 0.2), dtype=torch.float64)
+    u = REWARDS - BEHAVIOUR @ REWARDS - 0.2 * (probs / BEHAVIOUR).log()
+    move = BEHAVIOUR * u - (BEHAVIOUR @ u) * probs
+    return None if abs(probs.sum() - 1) < 1e-6 and move.abs().max() < 1e-6 else f"at {probs} (4.5) still moves: {move}"
+
+
+lesson.finish({
+    1: ("ρ = 1.5 and A < 0, one-side clip (.2, .2): is the token clipped or kept?", "kept",
+        "The update pushes it down, back towards the sampler; one-side stops only what is pushed further out."),
+    2: ("Responses of 2 tokens, rewards 0 or 1, J_b = .25, narrow clip, never refreshed: what can J reach?", 0.36,
+        "(4.8): 1.2²·.25. For the wide clip it is 3²·.25 > 1: no ceiling at all."),
+    3: ("Where OPMD with the baseline μ = E_b r rests on fixed data: there (4.5) is 0, within 1e-6.",
+        "def opmd_rest(behaviour_probs, rewards, tau):", check_opmd_rest),
+})
