@@ -576,6 +576,15 @@ def test_red_drop_keeps_as_many_negatives_as_positives():
     assert again[0] == again[1]
 
 
+def test_red_drop_never_drops_a_reward_at_the_mean():
+    """Mean ½: six positives, two negatives, so nothing is dropped. Were ½ a negative one, two of six would stay."""
+    group = torch.tensor([[1.0, .5, .5, 0, 0, .5, 1, .5]], dtype=torch.float64)
+    for seed in range(5):
+        advantages = lm.shaped_advantages(group, torch.ones(1, 8), algorithm=lm.ALGORITHMS["red-drop"],
+                                          generator=torch.Generator().manual_seed(seed))[0]
+        assert advantages.tolist() == [.5, 0, 0, -.5, -.5, 0, .5, 0]
+
+
 def test_adaptive_row_uses_the_lengths_of_its_own_group():
     rewards = torch.tensor([[1.0, 1, 0, 0], [1, 1, 0, 0]], dtype=torch.float64)
     lengths = torch.tensor([[100, 100, 200, 300], [300, 300, 10, 10]])

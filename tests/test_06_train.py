@@ -439,6 +439,18 @@ def test_c13_micro_batches_add_up_to_the_uncut_batch(kind, name, engine, stale):
     assert name not in ("grpo", "rec-oneside-nois", "rec-gspo-is") or 0 < reference["clip_fraction"] < 1
 
 
+@pytest.mark.parametrize("engine", ["plain", "fast"])
+def test_temperature_reaches_sampler_and_trainer_alike(loaded, engine):
+    model, tokenizer = loaded("llama", "plain")
+    settings = config(temperature=.6, engine=engine)
+    batch = sampled_batch(model, tokenizer, settings)
+    logprobs, _ = lm.token_logprobs(model, batch.prompt, batch.tokens, prompt_mask=batch.prompt_mask, mask=batch.mask,
+                                    temperature=.6)
+    assert (logprobs - batch.old_logprobs).abs().max() < 1e-4
+    _, metrics = update(model, batch, lm.ALGORITHMS["grpo"], temperature=.6, engine=engine)
+    assert metrics["ratio_max"] == pytest.approx(1, abs=1e-4) and metrics["ratio_p05"] == pytest.approx(1, abs=1e-4)
+
+
 def test_temperature_reaches_the_update(stale):
     model, batch = stale("llama")
     row = lm.ALGORITHMS["rec-oneside-is"]
@@ -504,14 +516,33 @@ def test_update_follows_the_generator_that_it_is_given(stale):
     assert losses[0] == losses[1] and len(set(losses)) > 1
 
 
-def test_a_loss_that_is_not_finite_moves_no_weight(stale):
+@pytest.mark.parametrize("fault", ["both", "loss", "gradient"])
+def test_what_is_not_finite_moves_no_weight(stale, fault):
     model, batch = stale("qwen2")
+    model = copy.deepcopy(model)
     before = [p.clone() for p in model.parameters()]
-    bad = dataclasses.replace(batch, old_logprobs=torch.full_like(batch.old_logprobs, math.nan))
+    if fault == "gradient":
+        next(model.parameters()).register_hook(lambda gradient: gradient * math.inf)
+    else:  # τ/2·d² leaves the range of float32 long before its slope does
+        far = math.nan if fault == "both" else 1e25
+        batch = dataclasses.replace(batch, old_logprobs=torch.full_like(batch.old_logprobs, far))
     with pytest.raises(FloatingPointError, match="not finite"):
-        lm.train_step(model, torch.optim.SGD(model.parameters(), lr=1.0), bad, config(),
-                      algorithm=lm.ALGORITHMS["rec-oneside-is"], generator=generator())
+        lm.train_step(model, torch.optim.SGD(model.parameters(), lr=1.0), batch, config(),
+                      algorithm=lm.ALGORITHMS["rep-opmd"], generator=generator())
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+
+
+def never(question, response, answer):
+    return 0.0
+
+
+def test_without_a_contrast_a_run_moves_nothing(tiny_run, quick, tmp_path):
+    """No reward, no gradient; and no weight decay."""
+    from safetensors.torch import load_file
+
+    lm.main([*tiny_run[2], "--reward", f"{__name__}:never", "--steps", "2", "--out", str(tmp_path / "run")])
+    before, after = (load_file(folder / "model.safetensors") for folder in (tiny_run[0], tmp_path / "run" / "model"))
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 @pytest.mark.parametrize("kind", KINDS)
