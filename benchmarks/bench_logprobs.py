@@ -3,7 +3,7 @@
 
 Four ways to the same (B, T) numbers, on one small Qwen2 with the vocabulary of Qwen2.5:
 
-    ours               token_logprobs of 06: states reach the head in chunks, backward recomputes each; entropy too
+    ours               fast.token_logprobs: states reach the head in chunks, backward recomputes each; entropy too
     plain              log_softmax of all logits, then gather
     TRL, selective     TRL's selective_log_softmax of all logits
     TRL, fused head    TRL's add_fused_lm_head, which is what its GRPOTrainer uses now; entropy too, where it exists
@@ -21,11 +21,14 @@ import statistics
 import subprocess
 import sys
 
-from harness import RESULTS, lm, machine, quartiles, random_model, save, table, timed, torch
+from harness import RESULTS, machine, quartiles, random_model, save, table, timed, torch
+
+from under_the_hood import fast
+from under_the_hood.errors import one_line
 
 
 def ours(model, tokens):
-    return lm.token_logprobs(model, tokens[:, :1], tokens[:, 1:])[0]
+    return fast.token_logprobs(model, tokens[:, :1], tokens[:, 1:])[0]
 
 
 def plain(model, tokens):
@@ -95,7 +98,7 @@ def unavailable(way: str) -> str | None:
     try:
         forward_backward(way, *workload(batch=1, length=3, vocabulary=11, hidden=32))
     except ImportError as error:
-        return lm.one_line(error)
+        return one_line(error)
 
 
 def bench(*, repeats: int, threads: int, **size) -> dict:

@@ -16,11 +16,27 @@ Run:  python benchmarks/bench_rl_step.py          about a minute on 2 idle cores
 
 import argparse
 import copy
+import functools
 import statistics
 import tempfile
 import time
 
-from harness import RESULTS, lm, machine, matrix_rate, products_seconds, quartiles, rollout_flops, save, table, torch
+from harness import (
+    RESULTS,
+    lm,
+    machine,
+    matrix_rate,
+    products_seconds,
+    quartiles,
+    rollout_flops,
+    save,
+    table,
+    torch,
+)
+
+from under_the_hood.friends import training_batch
+from under_the_hood.models import load_model
+from under_the_hood.tasks import batch_examples, load_task, reward_function
 
 
 class OurTrainer:
@@ -28,16 +44,18 @@ class OurTrainer:
 
     def __init__(self, config, model, tokenizer, task):
         self.config, self.model, self.tokenizer, self.task = config, model, tokenizer, task
-        self.row = lm.chosen_row(config)
+        self.algorithm = lm.chosen_algorithm(config)
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=0.0, fused=True)
         self.sampling, self.dropping = (torch.Generator().manual_seed(config.seed) for _ in range(2))
 
     def step(self, number: int) -> dict:
         began = time.perf_counter()
-        batch = lm.training_batch(self.model, self.tokenizer, self.task, number, self.config, row=self.row,
-                                  version=number - 1, generator=self.sampling)
+        sample = functools.partial(lm.collect, self.model, self.tokenizer, config=self.config, version=number - 1,
+                                   generator=self.sampling, algorithm=self.algorithm, number=number)
+        batch = training_batch(sample, self.task, number, self.config, algorithm=self.algorithm)
         collected = time.perf_counter()
-        lm.train_step(self.model, self.optimizer, batch, self.config, algorithm=self.row, generator=self.dropping)
+        lm.train_step(self.model, self.optimizer, batch, self.config, algorithm=self.algorithm,
+                      generator=self.dropping)
         ended = time.perf_counter()
         return {"seconds": ended - began, "collect": collected - began, "train": ended - collected,
                 "flops": sum(rollout_flops(self.model, batch).values()), "reward": batch.rewards.mean().item(),
@@ -72,9 +90,9 @@ def interleave(config, *, warmup: int, steps: int) -> tuple:
     from transformers import PrinterCallback, TrainerCallback
     from trl import GRPOTrainer
 
-    task = lm.load_task(config)
-    model, tokenizer = lm.load_model(config.model, device="cpu", cache_dir=config.cache_dir, task=config.task)
-    ours, reward = OurTrainer(config, copy.deepcopy(model), tokenizer, task), lm.reward_function(None, config.task)
+    task = load_task(config)
+    model, tokenizer = load_model(config.model, device="cpu", cache_dir=config.cache_dir, task=config.task)
+    ours, reward = OurTrainer(config, copy.deepcopy(model), tokenizer, task), reward_function(None, config.task)
     mine, theirs = [], []
 
     class TakeTurns(TrainerCallback):
@@ -92,7 +110,7 @@ def interleave(config, *, warmup: int, steps: int) -> tuple:
         return values
 
     total, count = warmup + steps, config.prompts_per_step
-    examples = [e for n in range(1, total + 1) for e in lm.batch_examples(task.train, n, count=count, seed=config.seed)]
+    examples = [e for n in range(1, total + 1) for e in batch_examples(task.train, n, count=count, seed=config.seed)]
     data = Dataset.from_list([{"prompt": e.terse, "answer": e.answer} for e in examples])
     with tempfile.TemporaryDirectory() as folder:
         trainer = GRPOTrainer(model=model, processing_class=tokenizer, reward_funcs=rewards, train_dataset=data,
@@ -145,8 +163,8 @@ def main(argv=None) -> None:
     out = options.pop("out")
     result = bench(**options)
     table(["GRPO step", "median s", "quartiles", "reward", "tokens/response"],
-          [[name, result[f"{key}_s"], "{0:.4f} – {2:.4f}".format(*result[f"{key}_quartiles"]), result[f"{key}_reward"],
-            result[f"{key}_length"]] for name, key in (("ours", "ours"), ("TRL", "trl"))])
+          [[name, result[f"{key}_s"], "{0:.4f} – {2:.4f}".format(*result[f"{key}_quartiles"]),
+            result[f"{key}_reward"], result[f"{key}_length"]] for name, key in (("ours", "ours"), ("TRL", "trl"))])
     print("ours / TRL, step by step: {1:.3f} (quartiles {0:.3f} – {2:.3f})".format(*result["ratio_quartiles"]))
     print(f"floor: {result['flops'] / 1e9:.2f} GFLOP at {result['matrix_gflops']:.0f} GFLOP/s = "
           f"{result['floor_s'] * 1e3:.1f} ms; "

@@ -15,6 +15,9 @@ import statistics
 
 from harness import RESULTS, lm, machine, random_model, save, table, timed, torch
 
+from under_the_hood.models import character_tokenizer
+from under_the_hood.tasks import Example
+
 BASE = {"prompts": 4, "group_size": 8, "response_length": 32, "prompt_length": 32, "vocabulary": 2048}
 SIZES = {"group_size": (4, 8, 16, 32, 64), "response_length": (16, 32, 64, 128, 256),
          "prompt_length": (32, 128, 512, 1024, 2048),
@@ -23,7 +26,7 @@ SIZES = {"group_size": (4, 8, 16, 32, 64), "response_length": (16, 32, 64, 128, 
 
 def tokenizer_without_end():
     """The character tokenizer of 06, without an end of text: no response ends before its length is reached."""
-    tokenizer = lm.character_tokenizer()
+    tokenizer = character_tokenizer()
     tokenizer.eos_token = None
     return tokenizer
 
@@ -35,10 +38,10 @@ def measure_step(*, prompts: int, group_size: int, response_length: int, prompt_
                                     kv_heads=hidden // 32, intermediate_size=3 * hidden), tokenizer_without_end()
     config = lm.Config(algorithm="grpo", prompts_per_step=prompts, group_size=group_size,
                        max_new_tokens=response_length, device="cpu", dtype="float32")
-    row, generator = lm.chosen_row(config), torch.Generator().manual_seed(0)
+    row, generator = lm.chosen_algorithm(config), torch.Generator().manual_seed(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
     digits = torch.randint(10, (prompts, prompt_length), generator=generator).tolist()
-    examples = [lm.Example("", "1", terse="".join(map(str, line))) for line in digits]
+    examples = [Example("", "1", terse="".join(map(str, line))) for line in digits]
     seconds = {"collect": [], "train": []}
     for _ in range(repeats + 1):
         spent, batch = timed(lm.collect, model, tokenizer, examples, config, version=0, generator=generator)

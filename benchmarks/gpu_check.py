@@ -19,8 +19,8 @@ Run:  python benchmarks/gpu_check.py            under 4 minutes on an H200
 import argparse
 import copy
 import dataclasses
+import functools
 import gc
-import math
 import pathlib
 import shlex
 import statistics
@@ -28,7 +28,24 @@ import sys
 import tempfile
 import time
 
-from harness import RESULTS, lm, machine, matrix_rate, random_model, rollout_flops, save, table, timed, torch
+from harness import (
+    RESULTS,
+    lm,
+    machine,
+    matrix_rate,
+    random_model,
+    rollout_flops,
+    save,
+    table,
+    timed,
+    torch,
+)
+
+from under_the_hood import engines, fast, options
+from under_the_hood.errors import UserError, one_line
+from under_the_hood.models import autocast, drop_long_prompts, load_model
+from under_the_hood.runs import METRICS, read_metrics
+from under_the_hood.tasks import load_task
 
 QWEN = {"vocab_size": 151_936, "kv_heads": 2}
 SHAPES = {"0.5b": {"hidden_size": 896, "intermediate_size": 4864, "layers": 24, "heads": 14, **QWEN},
@@ -41,34 +58,38 @@ SMOKE_LOAD = {"prompts": 3, "group_size": 2, "prompt_length": 6, "mean_length": 
 LEARN = ("--model small --task addition-steps --algorithm grpo --steps 60 --max-new-tokens 48 --learning-rate 1e-5 "
          "--eval-every 60 --save-every 60")
 SMOKE_LEARN = "--model tiny --task addition-1 --steps 2 --prompts-per-step 4 --eval-questions 4 --eval-samples 2"
-ENGINES = {"plain": "generate", "paged": "generate_paged"}  # a name for people, and a function of 06, where it has that
+ENGINES = ("fast", "paged")
 PEAK_BFLOAT16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}  # dense, published, per second
 
 
 # ---------------------------------------------------------------- does it learn
 
 
+def parse(flags: str):
+    return options.parse_arguments(lm.Config, lm.GROUPS, lm.__doc__, METRICS, shlex.split(flags))
+
+
 def learn(flags: str, *, device, folder) -> dict:
     """Train as 06 does on these flags: accuracy before and after, agreement of sampler and trainer, speed."""
-    config = dataclasses.replace(lm.parse_arguments(shlex.split(flags)), device=device.type,
-                                 out=str(pathlib.Path(folder) / "run"))
+    config = dataclasses.replace(parse(flags), device=device.type, out=str(pathlib.Path(folder) / "run"))
     try:
-        lm.validate(config)
-        task = lm.load_task(config)
+        options.validate(config, lm.ALGORITHMS, lm.try_loss)
+        task = load_task(config)
         began = time.perf_counter()
-        model, tokenizer = lm.load_model(config.model, device=device, cache_dir=config.cache_dir, task=config.task)
+        model, tokenizer = load_model(config.model, device=device, cache_dir=config.cache_dir, task=config.task)
         seconds = time.perf_counter() - began
-    except lm.UserError as error:
+    except UserError as error:
         return {"not_available": f"06 cannot run {flags!r}: {error}"}
     parameters = sum(p.numel() for p in model.parameters())
     cast = dataclasses.replace(config, dtype="bfloat16")
-    task = lm.drop_long_prompts(task, model, tokenizer, config)
-    difference = lm.self_check(model, tokenizer, task, cast, tolerance=math.inf)
+    task = drop_long_prompts(task, model, tokenizer, config)
+    token_logprobs = functools.partial(fast.token_logprobs, model)
+    gap = engines.compute_gap(model, token_logprobs, tokenizer, task, cast, lm.ENGINES["fast"])
     del model
     result = lm.train(config)
-    lines = [line for line in lm.read_metrics(pathlib.Path(config.out)) if "tokens_per_second" in line]
+    lines = [line for line in read_metrics(pathlib.Path(config.out)) if "tokens_per_second" in line]
     return {"flags": flags, "parameters": parameters, "model_seconds": seconds, **result,
-            "self_check_bfloat16": difference,
+            "self_check_bfloat16": gap["compute_gap_max"],
             "tokens_per_second": statistics.median(line["tokens_per_second"] for line in lines)}
 
 
@@ -77,7 +98,7 @@ def learn(flags: str, *, device, folder) -> dict:
 
 def measure_shape(shape: dict, *, device, peak: float, prompts: int, group_size: int, prompt_length: int,
                   mean_length: int, max_length: int, micro_batch_tokens: int) -> dict:
-    """Sampling with each engine, then training on what the plain one sampled, on a random model of that shape."""
+    """Sampling with each engine, then training on what the fast one sampled, on a random model of that shape."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     model = random_model(**shape, context=prompt_length + max_length, device=device)
@@ -88,19 +109,15 @@ def measure_shape(shape: dict, *, device, peak: float, prompts: int, group_size:
     options = {"group_size": group_size, "temperature": 1.0, "pad_id": 0, "generator": generator,
                "eos_ids": set(range(0, vocabulary, mean_length))}  # one token in mean_length ends a response
     result = {"parameters": sum(p.numel() for p in model.parameters()), "rollout": {}, "rollout_peak_gb": None}
-    for name, function in ENGINES.items():
-        sample = getattr(lm, function, None)
-        if sample is None:
-            result["rollout"][name] = {"not_available": f"06 has no {function}"}
-            continue
+    for name in ENGINES:
         try:
-            result["rollout"][name], sampled = rollout(sample, model, prompt, config, max_length=max_length,
-                                                       own_copy=name == "paged", **options)
+            result["rollout"][name], sampled = rollout(lm.ENGINES[name][0], model, prompt, config,
+                                                       max_length=max_length, own_copy=name == "paged", **options)
         except Exception as error:  # an engine of another package may raise anything; the rest of the check goes on
-            if name == "plain":
+            if name == "fast":
                 raise
-            result["rollout"][name] = {"not_available": f"{function} failed: {lm.one_line(error)}"}
-        if name == "plain":
+            result["rollout"][name] = {"not_available": f"{name} failed: {one_line(error)}"}
+        if name == "fast":
             tokens, mask, logprobs = sampled
     result["rollout_peak_gb"] = peak_memory(device)
     # Right and wrong in turn, so that every group has a gradient.
@@ -121,7 +138,7 @@ def rollout(sample, model, prompt, config, *, max_length: int, own_copy: bool, g
     if sampler is not model:
         for weight in sampler.parameters():  # not the rotary frequencies
             weight.data = weight.data.to(torch.bfloat16)
-    with lm.autocast(config, device):
+    with autocast(config, device):
         sample(sampler, prompt[:2], mask[:2], max_new_tokens=4, generator=generator, **options)  # warm-up
         began = time.perf_counter()
         tokens, kept, logprobs = sample(sampler, prompt, mask, max_new_tokens=max_length, generator=generator,
@@ -129,7 +146,7 @@ def rollout(sample, model, prompt, config, *, max_length: int, own_copy: bool, g
         count, seconds = int(kept.sum()), time.perf_counter() - began  # the sum waits for the device
         few, rows = min(4, len(prompt)), min(4, len(prompt)) * options["group_size"]
         with torch.no_grad():
-            again, _ = lm.token_logprobs(model, prompt[:few], tokens[:rows], mask=kept[:rows])
+            again, _ = fast.token_logprobs(model, prompt[:few], tokens[:rows], mask=kept[:rows])
     difference = (again - logprobs[:rows]).abs()[kept[:rows]]
     rates = {"tokens_per_second": count / seconds, "seconds": seconds, "tokens": count,
              "longest": int(kept.sum(1).max()), "logprob_difference_mean": difference.mean().item(),
@@ -139,7 +156,7 @@ def rollout(sample, model, prompt, config, *, max_length: int, own_copy: bool, g
 
 def training(model, batch, config, *, peak: float, repeats: int = 2) -> dict:
     """Response tokens per second of `train_step`, model-FLOP utilisation, peak memory."""
-    device, row = batch.tokens.device, lm.chosen_row(config)
+    device, row = batch.tokens.device, lm.chosen_algorithm(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0, fused=True)
     generator = torch.Generator().manual_seed(0)
     if device.type == "cuda":

@@ -16,7 +16,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here is worth a download
 sys.path.insert(0, str(ROOT))
 lm = importlib.import_module("06_full_llm_training")  # before torch: it says how waiting threads wait
 torch = lm.torch
-
+from under_the_hood.runs import write_text
 
 # ---------------------------------------------------------------- floating-point operations
 
@@ -152,5 +152,5 @@ def table(header: list, rows: list) -> None:
 def save(name: str, result: dict, directory=RESULTS) -> None:
     """Write DIR/name.json."""
     path = pathlib.Path(directory) / f"{name}.json"
-    lm.write_text(path, json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    write_text(path, json.dumps(result, indent=1, ensure_ascii=False) + "\n")
     print(f"results: {path}")
