@@ -28,7 +28,7 @@ torch.set_num_threads(1)  # tensors this small lose more time between threads th
 PROMPTS, VOCABULARY, LENGTH, GROUP_SIZE, PREFIXES = 4, 4, 3, 8, 1 + 4 + 16
 SETTINGS = {"fresh data": (1, 0), "refreshed every 20 steps": (20, 0), "10 batches late": (1, 10),
             "never refreshed": (None, 0)}  # name → sync interval I, sync offset m
-STEP_SIZE, SHARING = 3.0, 0.85  # fresh data nearly solve the task in 100 steps, stale data hurt; lesson 04 varies SHARING
+STEP_SIZE, SHARING = 3.0, 0.85  # fresh data nearly solve the task in 100 steps, and stale data hurt
 
 
 # %% Which batch comes from which policy
