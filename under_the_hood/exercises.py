@@ -23,9 +23,9 @@ WHAT_WENT_WRONG = """grpo on fresh data: sampler and policy are one model, refre
 wrong with this trainer. Which number of step 1 gives it away, in nats a token: reward, kl_old, staleness or entropy?
 
     step  staleness  reward  kl_old  entropy  clip_fraction  ratio_p05  ratio_mean  ratio_p95
-       1          0     .50    .067      .57           .117        .76        1.01       2.12
-       2          0     .47    .047      .55           .109        .76         .97       1.53
-      20          0     .47    .046      .51           .080        .78         .98       1.58
+       1          0     .50    .067      .93           .117        .76        1.01       2.12
+       2          0     .47    .047      .93           .109        .76         .97       1.53
+      20          0     .47    .046      .84           .080        .78         .98       1.58
 """
 
 EXERCISES = {
