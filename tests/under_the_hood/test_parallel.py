@@ -325,7 +325,7 @@ def test_a_process_that_fails_ends_the_others_and_its_message_says_why(tiny_run,
     (["--prompts-per-step", "3"], "must be a multiple of 2"),
     (["--compare", "grpo,reinforce"], "without torchrun"),
     (["--algorithm", "aepo", "--shard"], "aepo: steering the entropy samples from the policy"),
-    (["--algorithm", "grpo", "--entropy-target", "0.5", "--shard"], "grpo: steering the entropy samples from the policy"),
+    (["--algorithm", "grpo", "--entropy-target", "0.5", "--shard"], "grpo: steering the entropy samples"),
 ])
 def test_what_processes_cannot_share_is_refused_in_one_line(monkeypatch, capsys, flags, words):
     monkeypatch.setenv("WORLD_SIZE", "2")
