@@ -158,7 +158,7 @@ def test_a_config_with_an_impossible_value_is_refused_like_a_flag(tmp_path, caps
 # --------------------------------------------------------------------------------------------------------- mistakes
 
 
-@pytest.mark.parametrize("flags, expected", [
+@pytest.mark.parametrize("changed, expected", [
     (["--algorithm", "rec-onesided"], "unknown algorithm 'rec-onesided'; choose from: reinforce"),
     (["--compare", "reinforce,ppo"], "unknown algorithm 'ppo'"),
     (["--compare", "reinforce,"], "an empty name"),
@@ -204,9 +204,11 @@ def test_a_config_with_an_impossible_value_is_refused_like_a_flag(tmp_path, caps
     (["--sync", "3"], "--sync"),  # no guessing of abbreviations
     (["--resume"], "--resume needs --out"),
 ])
-def test_a_mistake_is_one_line(capsys, flags, expected):
+def test_a_mistake_is_one_line(capsys, tmp_path, flags, changed, expected):
     """Of the command line alone; what needs files or a model to be found out comes below."""
-    assert expected in refused(capsys, *flags)
+    out = [] if changed == ["--resume"] else ["--out", tmp_path / "never"]
+    assert expected in refused(capsys, *flags, *out, *changed)
+    assert not (tmp_path / "never").exists()
 
 
 @pytest.mark.parametrize("changed, expected", [
