@@ -14,7 +14,7 @@ from conftest import ROOT
 
 from under_the_hood import options
 from under_the_hood.errors import UserError
-from under_the_hood.runs import METRICS, read_metrics
+from under_the_hood.runs import METRICS, NOT_OF_A_RUN, read_metrics
 from under_the_hood.tasks import reward_function
 
 lm = importlib.import_module("06_full_llm_training")
@@ -125,8 +125,9 @@ def test_a_runs_config_holds_every_flag_and_reproduces_the_run(finished, tmp_pat
     wanted = {"tau": 0.3, "seed": 5, "sync_interval": 2, "steps": 2, "algorithm": "rep-opmd", "offline": True,
               "learning_rate": 0.01, "beta": None}
     assert wanted.items() <= stored.items()
-    not_of_a_run = {"resume", "overwrite", "config", "exercise", "answer"}
-    assert stored.keys() == {field.name for field in dataclasses.fields(lm.Config)} - not_of_a_run
+    assert {"resume", "overwrite", "config", "exercise", "answer"} <= set(NOT_OF_A_RUN)
+    assert stored.keys() == {field.name for field in dataclasses.fields(lm.Config)} - set(NOT_OF_A_RUN)
+    assert set(options.OF_THE_RUN) <= stored.keys()
     again, other = tmp_path / "again", tmp_path / "other"
     lm.main(["--config", str(finished / "config.json"), "--out", str(again)])
     assert metrics(again) == metrics(finished)
