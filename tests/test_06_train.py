@@ -374,7 +374,7 @@ def test_c28_dropout_is_off_in_training_mode_too(loaded, engine):
 
 @pytest.fixture(scope="module")
 def stale(loaded):
-    """(model, batch): sampled before the weights moved, so that clipping and weights have work to do."""
+    """(model, batch): of unlike lengths, and sampled before the weights moved, so that clipping has work to do."""
     cache = {}
 
     def get(kind):
@@ -382,6 +382,11 @@ def stale(loaded):
             model, tokenizer = loaded(kind, "bos")
             model = copy.deepcopy(model)
             batch = sampled_batch(model, tokenizer, config())
+            lengths = 1 + torch.arange(12) * 7 % batch.tokens.shape[1]  # as if cut at many lengths
+            mask = batch.mask & (torch.arange(batch.tokens.shape[1]) < lengths[:, None])
+            batch = dataclasses.replace(batch, mask=mask, tokens=batch.tokens.where(mask, 2),
+                                        old_logprobs=batch.old_logprobs.where(mask, 0.0))
+            assert len(set(mask.sum(1).tolist())) > 3
             with torch.no_grad():
                 for p in model.parameters():
                     p.add_(.02 * torch.randn(p.shape, generator=generator(1)))
@@ -524,7 +529,7 @@ def test_what_is_not_finite_moves_no_weight(stale, fault):
     if fault == "gradient":
         next(model.parameters()).register_hook(lambda gradient: gradient * math.inf)
     else:  # τ/2·d² leaves the range of float32 long before its slope does
-        far = math.nan if fault == "both" else 1e25
+        far = math.nan if fault == "both" else 1e20
         batch = dataclasses.replace(batch, old_logprobs=torch.full_like(batch.old_logprobs, far))
     with pytest.raises(FloatingPointError, match="not finite"):
         lm.train_step(model, torch.optim.SGD(model.parameters(), lr=1.0), batch, config(),
