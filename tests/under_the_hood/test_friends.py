@@ -366,6 +366,12 @@ def test_only_icpo_draws_worked_examples_and_another_one_for_each_batch(tiny):
             friends.training_batch(lambda examples, worked: seen.append([e.question for e in worked]), task, number,
                                    config, algorithm=lm.ALGORITHMS[name])
     assert shown["grpo"] == [[], [], []]
+    same = 0
+    for seed in range(5):  # an example of a shuffle of its own: that of the questions would show each batch its first
+        friends.training_batch(lambda examples, worked: shown.update(pair=(examples[0], worked[0])), task, 1,
+                               dataclasses.replace(config, seed=seed), algorithm=lm.ALGORITHMS["icpo"])
+        same += len(set(shown.pop("pair"))) == 1
+    assert same < 3
     assert all(len(one) == 1 for one in shown["icpo"]) and len({one[0] for one in shown["icpo"]}) > 1
 
 
