@@ -347,7 +347,7 @@ lesson.say("A leash keeps stale training from falling, with or without IS; so do
 # ## 5. When a clip helps, and when it does not
 # The narrow clip ends at J = .70 on the bandit, where REINFORCE gets .80 and exact importance sampling needs no clip at
 # all. Never refreshed, it is the worst row of the stale world. Yet in the transformer of lesson 06, never refreshed
-# either, it ends above REINFORCE: accuracy .57 against .44, from .39 (unclipped IS: .61; figures/data/paper.csv). All
+# either, it ends above REINFORCE: accuracy .56 against .44, from .39 (unclipped IS: .61; figures/data/paper.csv). All
 # this is one trade: a clip costs what (4.8) says, and saves what REINFORCE would break. Four things decide.
 #
 # - **Steps on one sampler.** One sampler allows a factor of (1+ε)^T, the next allows it again. Never refreshed, the

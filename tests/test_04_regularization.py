@@ -1,5 +1,5 @@
-"""Lesson 04 against references of another kind: loops in plain python, PPO differentiated as published, a second trainer
-that keeps its parameters apart, exact fractions, numbers with their derivation beside them."""
+"""Lesson 04 against references of another kind: loops in plain python, PPO differentiated as published, a second
+trainer that keeps its parameters apart, exact fractions, numbers with their derivation beside them."""
 
 import csv
 import importlib
@@ -292,7 +292,7 @@ def test_sampler_and_advantages_are_constants(loss):
 
 def test_a_log_ratio_of_100_is_capped_at_20():
     old, ones = torch.zeros(1, 1, dtype=torch.float64), torch.ones(1, 1)
-    for advantage, log_ratio, expected in ((-1.0, 100.0, 485165195.41), (0.0, 100.0, 0.0), (1.0, -100.0, -math.exp(-20))):
+    for advantage, log_ratio, expected in ((-1, 100.0, 485165195.41), (0, 100.0, 0.0), (1, -100.0, -math.exp(-20))):
         here = gradient(lesson.METHODS["reinforce-is"], old + log_ratio, old, vector(advantage), ones)
         close(here, [[expected]], tolerance=0.01 if log_ratio > 0 else 1e-20)
 
@@ -317,7 +317,8 @@ def test_update_weights_undo_the_mean():
     ratio = (here - old).exp()
     keep = torch.tensor([[[kept(float(r), float(a), "one_side", 0.2, 0.2, 0, 0) for r in row]
                           for row, a in zip(rows, group)] for rows, group in zip(ratio, advantages)])
-    close(lesson.update_weights(LOSSES["rec"], here, old, advantages), torch.where(keep, ratio * advantages[..., None], 0.0))
+    expected = torch.where(keep, ratio * advantages[..., None], 0.0)
+    close(lesson.update_weights(LOSSES["rec"], here, old, advantages), expected)
 
 
 @EXAMPLES
@@ -435,7 +436,8 @@ def test_4_5_where_the_others_end():
 @pytest.mark.parametrize("refresh", [None, 3])
 def test_4_5_is_the_gradient_of_the_expectation(refresh):
     """E_data[A·ρ·log π] by autograd in the logits, step by step."""
-    path, theta, data = lesson.follow_bandit(LOSSES["rec"], steps=8, step_size=0.5, refresh=refresh), BEHAVIOUR.log(), BEHAVIOUR
+    path = lesson.follow_bandit(LOSSES["rec"], steps=8, step_size=0.5, refresh=refresh)
+    theta, data = BEHAVIOUR.log(), BEHAVIOUR
     for step in range(9):
         probs = torch.softmax(theta, -1)
         close(path[step], probs)
@@ -531,8 +533,9 @@ def full():
     """Twenty seeds of the rows that the verdicts in words rest on, with their policies."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lesson, "SEEDS", 20)
-        kept, last = {}, lesson.world.expected_reward
-        patch.setattr(lesson.world, "expected_reward", lambda policies, rewards: kept.update(last=policies) or last(policies, rewards))
+        kept, exact = {}, world.expected_reward
+        patch.setattr(world, "expected_reward", lambda policies, rewards: kept.update(last=policies) or exact(
+            policies, rewards))
         runs = {}
         for setting, pair in (("every 20", (20, 0)), ("never", (None, 0))):
             for name in ("reinforce", "reinforce-is", NARROW, WIDE, "rep-opmd"):
@@ -575,7 +578,7 @@ def test_p8_the_wide_clip_stops_few_tokens_unless_never_refreshed(full, setting,
 
 
 def test_section_5_in_the_transformer_of_lesson_06():
-    """Never refreshed: from .39, .57 for the narrow clip, .44 for REINFORCE, .61 for unclipped IS; and before training
+    """Never refreshed: from .39, .56 for the narrow clip, .44 for REINFORCE, .61 for unclipped IS; and before training
     the likeliest answer is right in 96 % of the cases."""
     with open(ROOT / "figures/data/paper.csv", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["setting"] == "offline"]
@@ -584,7 +587,7 @@ def test_section_5_in_the_transformer_of_lesson_06():
         return np.mean([float(row[key]) for row in rows if row["row"] == name and row["step"] == step])
 
     ends = [mean("eval_accuracy", name, "120") for name in (NARROW, "reinforce", "reinforce-is")]
-    assert ends == pytest.approx([0.57, 0.44, 0.61], abs=0.005)
+    assert ends == pytest.approx([0.56, 0.44, 0.61], abs=0.005)
     assert mean("eval_accuracy", "reinforce", "0") == pytest.approx(0.39, abs=0.005)
     assert mean("eval_greedy", "reinforce", "0") == pytest.approx(0.96, abs=0.005)
 
@@ -629,7 +632,7 @@ def opmd_rest(behaviour_probs, rewards, tau):
 
 
 @pytest.mark.parametrize("text, right", [(OPMD_REST, True), (OPMD_REST.replace("range(2000)", "range(9)"), False), (
-    "def opmd_rest(b, r, tau):\n    return (b.log() + r / tau).softmax(-1)", False)])  # rests there for b = τ·log Z only
+    "def opmd_rest(b, r, tau):\n    return (b.log() + r / tau).softmax(-1)", False)])  # that is for b = τ·log Z
 def test_opmd_exercise(text, right, tmp_path, capsys):
     answer = tmp_path / "answer.py"
     answer.write_text(text)
@@ -639,7 +642,8 @@ def test_opmd_exercise(text, right, tmp_path, capsys):
 
 def test_quick_run_fits_a_terminal_and_writes_its_figures(tmp_path):
     command = [sys.executable, ROOT / "04_regularization.py", "--quick", "--seed", "3", "--out", tmp_path]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert result.returncode == 0, result.stdout + result.stderr
     assert max(map(len, result.stdout.replace(str(tmp_path), "").splitlines())) <= 100
     assert {path.name for path in tmp_path.glob("*.png")} == {

@@ -125,7 +125,8 @@ def test_descend_is_descent_on_own_and_shared_parameters(sharing):
     logits, weights = random(2, 4, 4, 21), random(2, 4, 8, 3, seed=5)
     responses = torch.arange(64).view(2, 4, 8)
     leaf = logits.clone().requires_grad_()
-    after = world.descend(leaf, (weights * world.token_logprobs(leaf, responses)).mean(), step_size=0.3, sharing=sharing)
+    loss = (weights * world.token_logprobs(leaf, responses)).mean()
+    after = world.descend(leaf, loss, step_size=0.3, sharing=sharing)
     assert not after.requires_grad
     for seed in range(2):
         own, shared = torch.zeros(4, 4, 21).double().requires_grad_(), torch.zeros(4, 21).double().requires_grad_()
