@@ -17,7 +17,7 @@ import pytest
 import torch
 from conftest import ROOT, build_digit_tokenizer, build_model
 
-from under_the_hood import evaluation, fast, parallel, pictures
+from under_the_hood import evaluation, fast, parallel, runs
 from under_the_hood.friends import training_batch
 from under_the_hood.models import load_model
 from under_the_hood.runs import load_checkpoint
@@ -238,7 +238,7 @@ def test_processes_sample_different_responses_to_different_prompts(found):
 
 def run(argv):
     """In the child: a run without its pictures."""
-    pictures.plot_run = lambda *arguments, **options: None
+    runs.plot_run = lambda *arguments, **options: None
     lm.main(argv)
 
 
