@@ -354,7 +354,7 @@ lesson.say("A leash keeps stale training from falling, with or without IS; so do
 # bandit stops at 1.2·.58. Refreshed every 20 steps, the same clip climbs from ceiling to ceiling to arm 3, while
 # REINFORCE at the same rate has run to arm 2 on its first sampler, and after that hardly ever samples arm 3.
 # - **What the optimum needs.** On the bandit arm 3 must become 10 times likelier, in the stale world right answers 4
-# times: more than 1.2³. The likeliest answer of lesson 06's transformer is right in 96 % of the cases before training.
+# times: more than 1.2³. Lesson 06's transformer has the right answer on top in 96 % of the cases: it must grow surer.
 # Let the stale world's first policy practise until it earns J_b > .6: the narrow clip ends above REINFORCE there too.
 # - **Shared parameters.** What can REINFORCE lose? On the bandit nothing: it never falls below what the data earn. Nor
 # where each prompt has a table of its own. If an update for one prompt moves the others, tokens go far that no sample
@@ -384,15 +384,15 @@ if lesson.draws:
     axes[0].annotate("narrow clip, never refreshed: 1.2·.58", (8, 0.63), color="0.3", fontsize=9)
     axes[0].set(title="bandit, refreshed every 20 steps", xlabel="step", ylabel="expected reward J", ylim=(0.2, 1.04))
     good = {J_b[n]: by_practice[n] for n in practices}
-    for axis, points, title, label in ((axes[1], good, "never refreshed", "J_b: what the first policy earns"),
-                                       (axes[2], by_sharing, "refreshed every 20 steps", "how much prompts share")):
+    for axis, dial, title, x in ((axes[1], good, "stale world, never refreshed", "J_b: what the first policy earns"),
+                                 (axes[2], by_sharing, "stale world, refreshed every 20", "how much prompts share")):
         for name in DIALS:
-            mean, low, high = world.interval(torch.stack([points[place][name][-1] for place in sorted(points)]))
+            mean, low, high = world.interval(torch.stack([dial[place][name][-1] for place in sorted(dial)]))
             style = method_style(name, points=1) | {"markevery": 1, "elinewidth": 0.8}
-            axis.errorbar(sorted(points), mean, torch.stack([mean - low, high - mean]), label=name, **style)
-        axis.set(title=title, xlabel=label)
+            axis.errorbar(sorted(dial), mean, torch.stack([mean - low, high - mean]), label=name, **style)
+        axis.set(title=title, xlabel=x)
     axes[1].plot([0.22, 0.58], [0.22 * 1.2**3, 0.58 * 1.2**3], color="0.5", linestyle=":", label="1.2³·J_b")
-    fig.suptitle("A narrow clip (dark blue) beats REINFORCE if data are fresh or good, and if prompts share")
+    fig.suptitle("A narrow clip (dark blue) beats REINFORCE if data are refreshed or good, and prompts share")
     fig.legend(*axes[1].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     lesson.save_figure(fig, "04_when_clipping_helps")
 lesson.say("Refresh, then clip; a wide clip or a penalty costs less. On one sampler for ever, clip only to polish.")
