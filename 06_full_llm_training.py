@@ -49,7 +49,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 import torch
 
-from under_the_hood import comparison, evaluation, fast, friends, options, paged, parallel, pictures, plan
+from under_the_hood import comparison, evaluation, fast, friends, options, paged, parallel, pictures, plan, report
 from under_the_hood.answers import extract_answer, is_correct  # noqa: F401 (copied out from here)
 from under_the_hood.batching import micro_batches
 from under_the_hood.engines import choose_engine, compute_gap
@@ -155,6 +155,9 @@ class OutputOptions:
     map: str | None = option(None, "train nothing: draw 06_family.png, the map of all rows, into this folder", "none")
     exercise: int = option(0, "train nothing: ask question 1, 2 or 3 on reading a run; --answer is yours")
     answer: str | None = option(None, "your answer to --exercise", "none")
+    log_tokens: int = option(8, "prompts whose responses tokens.jsonl holds, token by token, where a step evaluates")
+    report: str | None = option(None, "train nothing: RUN, or RUN1,RUN2: write the run's report.html, every token's "
+                                "M·W·A in it", "none")
     tensorboard: bool = option(False, "also write the metrics for TensorBoard, into <out>/tensorboard")
     cache_dir: str = option(str(pathlib.Path(__file__).resolve().parent / "cache"), "where the built-in model is kept",
                             "cache, beside this file")
@@ -531,7 +534,6 @@ ENGINES = {"plain": (generate, token_logprobs), "fast": (fast.generate, fast.tok
            "uncached": (functools.partial(generate, use_cache=False), token_logprobs)}
 
 
-
 def logprobs_fn(model, config):
     """token_logprobs of this run's engine and model; a sharded model has its own."""
     return model.token_logprobs if parallel.is_sharded(model) else functools.partial(ENGINES[config.engine][1], model)
@@ -608,11 +610,12 @@ def collect(model, tokenizer, examples, config: Config, *, version, generator, a
     return Rollout(prompt, prompt_mask, tokens, mask, logprobs, rewards, ~ended, version, samples, hinted, number)
 
 
-def train_step(model, optimizer, batch: Rollout, config: Config, *, algorithm: Algorithm, generator, sample=None):
+def train_step(model, optimizer, batch: Rollout, config: Config, *, algorithm: Algorithm, generator, sample=None, passes=None):
     """One optimizer step on one batch, in micro-batches whose gradients add up to the whole batch's. Returns metrics.
 
     Advantages and denominators belong to the whole batch, wherever its parts were sampled: a mean of the processes' own
     means would weigh the tokens of short responses more. sample: for a second batch, see friends.extra_gradient.
+    passes: a list to fill with what each pass knows of its tokens, for report.token_lines.
     """
     sharded, lengths = parallel.is_sharded(model), batch.mask.sum(1).view_as(batch.rewards)
     token_logprobs = logprobs_fn(model, config)
@@ -637,6 +640,8 @@ def train_step(model, optimizer, batch: Rollout, config: Config, *, algorithm: A
         loss, metrics = policy_loss(logprobs, old_logprobs, part_advantages, mask, algorithm=algorithm,
                                     weights=weights[rows, :width] * counts,
                                     hinted=None if batch.hinted is None else batch.hinted[rows])
+        if passes is not None and counts:
+            passes.append((rows, logprobs.detach(), entropy, part_advantages, weights[rows, :width]))
         if with_gradient:
             (loss * parallel.size() if sharded else loss).backward()  # sharded gradients are averaged
         share = counts * mask.sum() / total
@@ -708,13 +713,15 @@ def train(config: Config) -> dict:
                 queue.append(sample_batch(step + len(queue)))
             batch = queue.popleft()  # take the oldest
             metrics = {"step": step, "staleness": step - 1 - batch.version}
+            measures, passes = step % config.eval_every == 0 or step == config.steps, []
             metrics |= train_step(model, optimizer, batch, config, algorithm=algorithm, generator=dropping,
-                                  sample=sample)
+                                  sample=sample, passes=passes if measures and config.log_tokens else None)
             responses = config.prompts_per_step * config.group_size
             metrics["tokens_per_second"] = responses * metrics["completion_length"] / (time.perf_counter() - began)
-            if step % config.eval_every == 0 or step == config.steps:  # measure
+            if measures:
                 metrics |= measure()
-            run.record(metrics, batch.samples)
+            run.record(metrics, batch.samples, report.token_lines(
+                passes, batch, tokenizer, config, algorithm, clean_tokens, policy_ratio, clip_mask, importance_weight))
             run.save_when_due(step, version, queue)
         run.report(step, metrics)
     return run.finish(started)
@@ -734,6 +741,8 @@ def main(argv=None) -> None:
             sys.exit(exercise(EXERCISES, config.exercise, config.answer))
         if config.dry_run:
             sys.exit(plan.dry_run(config, chosen_algorithm(config)))
+        if config.report:
+            return report.write_report(config.report, chosen_algorithm)
         if config.map:
             weight = functools.partial(pictures.gradient_weight, policy_loss, red_weight, friends.token_advantages)
             return pictures.draw_map(config.map, FAMILIES, weight)

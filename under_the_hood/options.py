@@ -65,7 +65,8 @@ def validate(config, algorithms: dict, try_loss) -> None:
         value = getattr(config, name)
         require(value is None or 0 < value < math.inf,
                 f"--{name.replace('_', '-')} is {value}; it must be positive and finite")
-    for name in ("eps_low", "eps_high", "outer_low", "outer_high", "tau", "beta", "calibrate", "refills", "lora_rank"):
+    for name in ("eps_low", "eps_high", "outer_low", "outer_high", "tau", "beta", "calibrate", "refills", "lora_rank",
+                 "log_tokens"):
         value = getattr(config, name)
         require(value is None or 0 <= value < math.inf, f"--{name.replace('_', '-')} is {value}; it must be 0 or more")
     require(config.dtype in ("auto", "float32", "bfloat16"),

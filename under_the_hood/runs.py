@@ -53,6 +53,9 @@ METRICS = {  # what a line of metrics.jsonl says; --help ends with it
 }
 
 
+LOGS = ("metrics.jsonl", "samples.jsonl", "tokens.jsonl")  # a line has a step; the last one only where it is wanted
+
+
 class Run:
     """One training run seen from its directory. `train` in 06 says what a step does; this says what is kept of it.
 
@@ -126,11 +129,13 @@ class Run:
         """Turn what can go wrong during a step into RunStopped, which names the step and what is safe."""
         return stopping_in_order(step, self.out)
 
-    def record(self, metrics: dict, samples=()) -> None:
+    def record(self, metrics: dict, samples=(), tokens=()) -> None:
         if not self.main_process:
             return
         append(self.out / "metrics.jsonl", metrics)
         append(self.out / "samples.jsonl", *({"step": metrics["step"], **sample} for sample in samples))
+        if tokens:
+            append(self.out / "tokens.jsonl", *({"step": metrics["step"], **line} for line in tokens))
         if self.board:
             for name, value in metrics.items():
                 self.board.add_scalar(name, value, metrics["step"])
@@ -206,7 +211,7 @@ def clear_run(out: pathlib.Path) -> None:
     """Remove what an earlier run has left in the run directory."""
     for folder in ("checkpoint", "model", "adapter", "tensorboard"):
         discard(out / folder)
-    for name in ("curves.png", "samples.jsonl", "metrics.jsonl"):
+    for name in ("curves.png", "report.html", *LOGS):
         (out / name).unlink(missing_ok=True)
 
 
@@ -223,7 +228,7 @@ def lock_run_directory(out: pathlib.Path):
     return file
 
 
-NOT_OF_A_RUN = ("resume", "overwrite", "config", "exercise", "answer")
+NOT_OF_A_RUN = ("resume", "overwrite", "config", "exercise", "answer", "report")
 
 
 def store_config(out: pathlib.Path, config) -> None:
@@ -244,9 +249,9 @@ def read_metrics(out: pathlib.Path) -> list:
 
 def truncate_logs(out: pathlib.Path, *, last_step: int) -> None:
     """Drop the lines after the checkpoint, whose steps will run again, and a last line that a crash cut short."""
-    for path in (out / "metrics.jsonl", out / "samples.jsonl"):
+    for path in (out / name for name in LOGS if (out / name).exists()):
         kept = []
-        for line in path.read_text(encoding="utf-8").split("\n") if path.exists() else []:
+        for line in path.read_text(encoding="utf-8").split("\n"):
             with contextlib.suppress(ValueError):
                 if json.loads(line)["step"] <= last_step:
                     kept.append(line + "\n")
@@ -293,7 +298,7 @@ def save_checkpoint(out: pathlib.Path, step: int, model, tokenizer, state: dict)
     """Write out/checkpoint/step-N: a model for from_pretrained plus trainer.pt; then remove the older checkpoints."""
     if not all(torch.isfinite(parameter).all() for parameter in model.parameters()):
         raise FloatingPointError("the weights are not finite, so they are not saved")
-    for name in ("metrics.jsonl", "samples.jsonl"):  # their lines must reach the disk before the checkpoint does
+    for name in LOGS:  # their lines must reach the disk before the checkpoint does
         if (out / name).exists():
             flush_to_disk(out / name)
     target = out / "checkpoint" / f"step-{step:06d}"
