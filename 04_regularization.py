@@ -269,7 +269,7 @@ lesson.say("Here a narrow clip only costs: REINFORCE ends higher without, and ex
 #
 #     v(n) = I·max(0, ⌊(n − m − 1)/I⌋),        s(n) = (n − 1) − v(n),        n = 1, 2, …                           (4.9)
 # Fresh data (I = 1, m = 0) with one step per batch have ρ = 1 and d = 0: every M and W is 1, OPMD's price has no slope,
-# and all these rows are REINFORCE to the last bit. What collapses there does not collapse for want of a clip.
+# and all rows but AsymRE are REINFORCE to the last bit. What collapses there does not collapse for want of a clip.
 #
 # The stale world (stale_world.py) has 4 prompts and responses of 3 tokens out of 4, a random quarter of them right: J
 # sums over all 64, while updates use 8 samples. As in a network, an update for one prompt moves the others (by .85).
