@@ -4,9 +4,9 @@
     python tests/mutants.py --count 40 --only fast   40 places of under_the_hood/fast.py
     python tests/mutants.py --list --count 300       only say which places these are
 
-A mutant runs in a copy of the tree, against the tests of its file, quick ones only, until one fails. Reported: the share caught
-by file, and every survivor. Those that mean the same as the original stand in tests/equivalent_mutants.md, each with the reason;
-they are left out of the share.
+A mutant runs in a copy of the tree, against the quick tests of its file, until one fails. Reported: the share caught by
+file, and every survivor. Those that mean the same as the original stand in tests/equivalent_mutants.md, each with the
+reason; they are left out of the share.
 """
 
 import argparse
@@ -25,10 +25,11 @@ from collections import Counter
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 EQUIVALENT = ROOT / "tests" / "equivalent_mutants.md"
 FILES = [*sorted(ROOT.glob("0[1-6]_*.py")), ROOT / "stale_world.py", *sorted((ROOT / "under_the_hood").glob("*.py"))]
-OPERATORS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.Pow: ast.Mult, ast.FloorDiv: ast.Mult,
-             ast.Mod: ast.Mult, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE,
-             ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.And: ast.Or, ast.Or: ast.And, ast.USub: ast.UAdd,
-             ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In}
+OPERATORS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.Pow: ast.Mult,
+             ast.FloorDiv: ast.Mult, ast.Mod: ast.Mult, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.Lt: ast.LtE,
+             ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.And: ast.Or,
+             ast.Or: ast.And, ast.USub: ast.UAdd, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn,
+             ast.NotIn: ast.In}
 
 
 def changes(node):
@@ -38,7 +39,8 @@ def changes(node):
     if isinstance(node, ast.Compare) and type(node.ops[0]) in OPERATORS:
         yield node, "ops", [OPERATORS[type(node.ops[0])](), *node.ops[1:]]
     if isinstance(node, ast.Constant) and type(node.value) in (int, float, bool):
-        yield node, "value", not node.value if isinstance(node.value, bool) else node.value + 1 if node.value in (0, 1) else node.value * 2
+        value = node.value
+        yield node, "value", not value if isinstance(value, bool) else value + 1 if value in (0, 1) else value * 2
 
 
 def places(path):
@@ -68,16 +70,16 @@ def mutate(source: str, node_index: int, change_index: int):
 
 def tests_of(path) -> list:
     """The test files that speak of a file."""
-    name = path.stem
+    name, rooms = path.stem, "tests/under_the_hood"
+    training = [str(p.relative_to(ROOT)) for p in sorted((ROOT / "tests").glob("test_06_*.py"))]
     if re.match(r"0[1-5]", name):
         return [f"tests/test_{name}.py", "tests/test_copies.py"]
     if name == "stale_world":
         return ["tests/test_stale_world.py", "tests/test_04_regularization.py"]
     if name.startswith("06"):
-        return [str(p.relative_to(ROOT)) for p in sorted((ROOT / "tests").glob("test_06_*.py"))] + ["tests/under_the_hood"]
-    own = ROOT / "tests" / "under_the_hood" / f"test_{name}.py"
-    return [str(own.relative_to(ROOT))] * own.exists() + ["tests/under_the_hood", *(str(p.relative_to(ROOT)) for p in
-                                                                                   sorted((ROOT / "tests").glob("test_06_*.py")))]
+        return [*training, rooms]
+    own = f"{rooms}/test_{name}.py"
+    return [own] * (ROOT / own).exists() + [rooms, *training]
 
 
 def caught(tree: pathlib.Path, path, mutated: str, *, seconds: int) -> bool:
@@ -87,9 +89,9 @@ def caught(tree: pathlib.Path, path, mutated: str, *, seconds: int) -> bool:
     target.write_text(mutated, encoding="utf-8")
     try:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-        run = subprocess.run([sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", *tests_of(path)],
-                             cwd=tree, capture_output=True, timeout=seconds, env=environment)
-        return run.returncode == 1 or run.returncode == 2
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", *tests_of(path)]
+        run = subprocess.run(command, cwd=tree, capture_output=True, timeout=seconds, env=environment)
+        return run.returncode in (1, 2)
     except subprocess.TimeoutExpired:
         return True
     finally:
@@ -97,9 +99,8 @@ def caught(tree: pathlib.Path, path, mutated: str, *, seconds: int) -> bool:
 
 
 def copy_of_the_tree(folder: pathlib.Path) -> pathlib.Path:
-    tree = folder / "tree"
-    shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv*", "runs", "__pycache__", ".pytest_cache", "site"))
-    return tree
+    left_out = shutil.ignore_patterns(".git", ".venv*", "runs", "__pycache__", ".pytest_cache", "site", "node_modules")
+    return pathlib.Path(shutil.copytree(ROOT, folder / "tree", ignore=left_out))
 
 
 def main() -> None:
