@@ -52,7 +52,8 @@ $(VENV)/ready: requirements.txt
 	$(PY) -m pip install -q -r requirements.txt
 	@touch $@
 
-$(VENV)-bench/ready: requirements.txt  # an environment of its own, since TRL is not needed otherwise
+$(VENV)-bench/ready: requirements.txt  # an environment of its own, since other people's trainers are not needed otherwise
 	$(PYTHON) -m venv $(VENV)-bench
-	$(VENV)-bench/bin/python -m pip install -q -r requirements.txt trl
+	$(VENV)-bench/bin/python -m pip install -q -r requirements.txt trl omegaconf tensordict orjson codetiming
+	-$(VENV)-bench/bin/python -m pip install -q --no-deps verl trinity-rft  # tests read them; running them wants GPUs
 	@touch $@

@@ -1,0 +1,149 @@
+"""What test_with_trl.py asks of TRL, run by a Python that has it: prints one JSON object, the answer.
+
+Usage: trl_side.py QUESTION CACHE-DIR [FLAG …]
+"""
+
+import contextlib
+import importlib
+import io
+import json
+import pathlib
+import sys
+import tempfile
+import warnings
+from types import SimpleNamespace
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent.parent / "examples"))
+example = importlib.import_module("with_trl")
+lm, torch = example.lm, example.torch
+
+FLAGS = ["--device", "cpu", "--prompts-per-step", "4", "--steps", "2", "--max-grad-norm", "1e9", "--learning-rate", "1e-9"]
+
+
+def trainer(*flags):
+    return example.make_trainer(example.parse([*FLAGS, *flags]), tempfile.mkdtemp())[0]
+
+
+def first_batch(of):
+    """The first batch that this trainer would train on, in the order of its groups, and what shaped_advantages saw."""
+    of.model.train()
+    of.current_gradient_accumulation_steps, seen, shaped = 1, {}, lm.shaped_advantages
+    torch.manual_seed(0)
+
+    def spy(rewards, lengths, **options):
+        seen.update(rewards=rewards, lengths=lengths)
+        return shaped(rewards, lengths, **options)
+
+    lm.shaped_advantages = spy
+    batch = of._generate_and_score_completions(next(iter(of.get_train_dataloader())))
+    lm.shaped_advantages = shaped
+    return batch, seen
+
+
+def stale(of, batch):
+    """The batch with old log-probabilities that differ from the policy's by about one nat per token."""
+    ids, mask = (torch.cat([batch[f"prompt_{x}"], batch[f"completion_{x}"]], 1) for x in ("ids", "mask"))
+    with torch.no_grad():
+        now, _, _ = of._get_per_token_logps_and_entropies(of.model, ids, mask, batch["completion_ids"].shape[1],
+                                                          compute_entropy=True)
+    noise = torch.randn(now.shape, generator=torch.Generator().manual_seed(1))
+    return batch | {"old_per_token_logps": now + noise}
+
+
+def gradient(model):
+    return torch.cat([weight.grad.flatten() for weight in model.parameters()])
+
+
+def loss_and_gradient(of, compute, batch):
+    of.model.zero_grad()
+    loss = compute(of.model, batch)
+    loss.backward()
+    return loss.item(), gradient(of.model)
+
+
+def distance(one, other):
+    return (one - other).abs().max().item()
+
+
+def same_loss(*flags):
+    """Row grpo and TRL's own loss, on one batch with TRL's advantages: fresh, and stale."""
+    of = trainer("--algorithm", "grpo", *flags)
+    batch, seen = first_batch(of)
+    own = super(example.AnyRowTrainer, of)
+    deviation = seen["rewards"] - seen["rewards"].mean(1, keepdim=True)
+    of.shaped = {}  # now the same samples again, with what TRL itself makes of them
+    torch.manual_seed(0)
+    theirs = own._generate_and_score_completions(next(iter(of.get_train_dataloader())))
+    answer = {"same_samples": bool((theirs["completion_ids"] == batch["completion_ids"]).all())}
+    for name, advantages, ddof, eps in (("ours", batch["advantages"], 0, 1e-6), ("trl", theirs["advantages"], 1, 1e-4)):
+        scale = seen["rewards"].std(1, correction=ddof, keepdim=True) + eps
+        answer[f"{name}_advantages"] = distance(advantages.view(4, -1) * scale, deviation)
+    batch["advantages"] = theirs["advantages"]
+    for name, data in (("fresh", batch), ("stale", stale(of, batch))):
+        (loss, mine), (trl_loss, trl) = (loss_and_gradient(of, compute, data)
+                                         for compute in (of._compute_loss, own._compute_loss))
+        answer[name] = {"loss": loss, "trl_loss": trl_loss, "gradient": distance(mine, trl),
+                        "largest": trl.abs().max().item(), "clipped": of._metrics["train"]["clip_fraction"][-1]}
+    return answer
+
+
+def every_row(*flags):
+    """name → the distance of the gradient in TRL from 06's own train_step on the same stale batch, and its size."""
+    answer, of = {}, trainer("--algorithm", "reinforce", *flags)
+    for name, row in lm.ALGORITHMS.items():
+        if row.worked_examples or row.entropy_target:  # refused; and a second batch, sampled anew
+            continue
+        of.row, of.config = row, lm.dataclasses.replace(of.config, algorithm=name)
+        of.dropping.manual_seed(0)
+        batch, seen = first_batch(of)
+        batch = stale(of, batch)
+        _, mine = loss_and_gradient(of, of._compute_loss, batch)
+        group_size, mask = seen["rewards"].shape[1], batch["completion_mask"].bool()
+        rollout = lm.Rollout(batch["prompt_ids"][::group_size], batch["prompt_mask"][::group_size].bool(),
+                             batch["completion_ids"], mask, batch["old_per_token_logps"] * mask, seen["rewards"],
+                             torch.zeros(len(mask), dtype=torch.bool), 0, [])
+        optimizer = SimpleNamespace(zero_grad=of.model.zero_grad, step=lambda: None)
+        config = lm.dataclasses.replace(of.config, engine="plain")
+        lm.train_step(of.model, optimizer, rollout, config, algorithm=row,
+                      generator=torch.Generator().manual_seed(0))
+        answer[name] = {"distance": distance(mine, gradient(of.model)), "largest": mine.abs().max().item()}
+    return answer
+
+
+def micro_batches(*flags):
+    """The gradient of two halves of a batch, as gradient accumulation adds them up, against the whole batch's."""
+    answer, of = {}, trainer("--algorithm", "reinforce", *flags)
+    for name in ("grpo", "rec-gspo-is", "dr-grpo", "topr"):  # one for each N
+        of.row = lm.ALGORITHMS[name]
+        batch, _ = first_batch(of)
+        batch = stale(of, batch)
+        _, whole = loss_and_gradient(of, of._compute_loss, batch)
+        of.current_gradient_accumulation_steps = of.args.steps_per_generation = 2
+        of.model.zero_grad()
+        for half in (slice(0, 16), slice(16, None)):
+            of._compute_loss(of.model, {k: v if v.dim() == 0 else v[half] for k, v in batch.items()}).backward()
+        answer[name] = {"distance": distance(whole, gradient(of.model)), "largest": whole.abs().max().item()}
+        of.args.steps_per_generation = 1
+    return answer
+
+
+def train(*flags):
+    """Train as the command line would: accuracy before and after, and the reward of each logged step."""
+    config = example.parse(["--device", "cpu", *flags])
+    of, model, tokenizer, task = example.make_trainer(config, tempfile.mkdtemp())
+
+    def accuracy():
+        return example.evaluation.evaluate(lm.collect, model, tokenizer, task, config)["eval_accuracy"]
+
+    before = accuracy()
+    of.train()
+    return {"before": before, "after": accuracy(), "steps": of.state.global_step,
+            "log": [{k: float(v) for k, v in line.items()} for line in of.state.log_history]}
+
+
+if __name__ == "__main__":
+    question, cache, *flags = sys.argv[1:]
+    warnings.simplefilter("ignore")
+    with contextlib.redirect_stdout(io.StringIO()):
+        answer = globals()[question]("--cache-dir", cache, *flags)
+    print(json.dumps(answer))
