@@ -202,7 +202,7 @@ def test_a_config_with_an_impossible_value_is_refused_like_a_flag(tmp_path, caps
     (["--step-reward", "math:nothing"], "has no function nothing"),
     (["--steps", "many"], "many"),
     (["--no-such-flag", "3"], "--no-such-flag"),
-    (["--group", "3"], "--group"),  # no guessing of abbreviations
+    (["--temp", "3"], "--temp 3"),  # no guessing of abbreviations
     (["--resume"], "--resume needs --out"),
 ])
 def test_a_mistake_is_one_line(capsys, tmp_path, flags, changed, expected):
