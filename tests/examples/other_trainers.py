@@ -14,10 +14,11 @@ BENCH = ROOT / ".venv-bench" / "bin" / "python"
 
 @pytest.fixture(scope="session")
 def ask():
-    """(script beside this file, argument, …) → the JSON object that it prints, run where TRL, verl and Trinity are."""
+    """("verl_side.py", argument, …) → the JSON object that this script prints, run by a Python that has verl."""
     def run(script, *arguments):
-        if not BENCH.exists():
-            pytest.skip("needs TRL, verl and Trinity-RFT in an environment of their own: make .venv-bench/ready")
+        package = script.partition("_")[0]
+        if not list(BENCH.parent.parent.glob(f"lib/python3*/site-packages/{package}")):
+            pytest.skip(f"needs {package} in an environment of its own: make .venv-bench/ready")
         result = subprocess.run([BENCH, "-W", "ignore", pathlib.Path(__file__).parent / script, *map(str, arguments)],
                                 capture_output=True, text=True, timeout=600,
                                 env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})

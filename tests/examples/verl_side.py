@@ -1,0 +1,114 @@
+"""What test_with_verl.py asks of verl's own functions: prints one JSON object, the answer."""
+
+import os
+import pathlib
+import sys
+import warnings
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent.parent / "examples")]
+os.environ["VERL_USE_EXTERNAL_MODULES"] = "with_verl"  # as a user would: verl imports the example, which registers itself
+warnings.simplefilter("ignore")
+
+import without_ray  # noqa: E402, F401 (verl imports Ray, and this asks for functions only)
+import verl  # noqa: E402
+
+import inspect  # noqa: E402
+import json  # noqa: E402
+from types import SimpleNamespace  # noqa: E402
+
+import numpy  # noqa: E402
+import torch  # noqa: E402
+import with_verl  # noqa: E402
+import yaml  # noqa: E402
+from verl.trainer.ppo import core_algos  # noqa: E402
+from verl.workers.config import ActorConfig  # noqa: E402
+
+
+def config(**batch):
+    """An actor configuration of verl: dual clipping far away, ε of the rows, CISPO without a lower bound."""
+    return ActorConfig(strategy="fsdp", rollout_n=4, ppo_micro_batch_size_per_gpu=1, clip_ratio_c=1e9,
+                       global_batch_info=batch)
+
+
+def data(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    log_prob = torch.randn(8, 6, generator=generator) - 2
+    mask = torch.arange(6) < torch.randint(1, 7, (8, 1), generator=generator)
+    return {"old_log_prob": log_prob + torch.randn(8, 6, generator=generator) * 0.4, "log_prob": log_prob,
+            "advantages": torch.randn(8, 1, generator=generator).expand(8, 6).contiguous(), "response_mask": mask}
+
+
+def gradient(name, tensors, mode, **batch):
+    """The gradient and the metrics of verl's loss of that name."""
+    log_prob = tensors["log_prob"].clone().requires_grad_()
+    options = {**tensors, "log_prob": log_prob, "loss_agg_mode": mode, "config": options_of(name, batch)}
+    loss, metrics = core_algos.get_policy_loss_fn(name)(**options)
+    loss.backward()
+    return log_prob.grad, metrics
+
+
+def options_of(name, batch):
+    made = config(**batch)
+    if name == "gspo":
+        made = ActorConfig(strategy="fsdp", rollout_n=4, ppo_micro_batch_size_per_gpu=1, clip_ratio_low=3e-4,
+                           clip_ratio_high=4e-4, global_batch_info=batch)
+    if name == "cispo":
+        made = ActorConfig(strategy="fsdp", rollout_n=4, ppo_micro_batch_size_per_gpu=1, clip_ratio_low=1.0,
+                           clip_ratio_high=0.2, global_batch_info=batch)
+    return made
+
+
+def distance(one, other):
+    return (one - other).abs().max().item()
+
+
+answer = {"version": verl.__version__, "registered": sorted(name for name in core_algos.POLICY_LOSS_REGISTRY
+                                                            if name.startswith("our-"))}
+answer["signature"] = {"vanilla": list(inspect.signature(core_algos.compute_policy_loss_vanilla).parameters),
+                       "ours": [name for name in inspect.signature(with_verl.loss_in_verl).parameters if name != "row"]}
+
+answer["loss"] = {}
+for ours, theirs, mode, batch in (
+        ("our-grpo", "vanilla", "token-mean", {}), ("our-rec-oneside-is", "vanilla", "token-mean", {}),
+        ("our-dr-grpo", "vanilla", "seq-mean-token-sum-norm", {"loss_scale_factor": 10}),
+        ("our-gspo", "gspo", "seq-mean-token-mean", {}), ("our-cispo", "cispo", "token-mean", {})):
+    (mine, metrics), (other, their_metrics) = (gradient(name, data(), mode, **batch) for name in (ours, theirs))
+    answer["loss"][ours] = {"distance": distance(mine, other), "largest": other.abs().max().item(),
+                            "metrics": sorted(metrics), "numbers": all(isinstance(v, float) for v in metrics.values())}
+
+# One batch, and the same batch over two workers of two micro-batches each: verl sums over micro-batches, averages workers.
+answer["split"] = {}
+for name in with_verl.ROWS:
+    tensors, row = data(), with_verl.ROWS[name]
+    mode = with_verl.AGGREGATIONS.get(row.aggregation, row.aggregation)
+    whole, _ = gradient(f"our-{name}", tensors, mode, loss_scale_factor=10)
+    totals = {"dp_size": 2, "batch_num_tokens": int(tensors["response_mask"].sum()), "global_batch_size": 8,
+              "loss_scale_factor": 10}
+    parts = [gradient(f"our-{name}", {key: value[i:i + 2] for key, value in tensors.items()}, mode, **totals)[0]
+             for i in range(0, 8, 2)]
+    answer["split"][name] = {"distance": distance(torch.cat(parts) / 2, whole), "largest": whole.abs().max().item()}
+
+# Advantages: two groups of four, mixed, against verl's own estimators.
+rewards, index = torch.tensor([1.0, 0, 0, 1, 0, 1, 0, 0]), numpy.array(["b", "a", "b", "a", "a", "b", "a", "b"], dtype=object)
+mask = data()["response_mask"]
+token_rewards = torch.zeros(8, 6)
+token_rewards[torch.arange(8), mask.sum(1) - 1] = rewards
+answer["advantages"] = {}
+for ours, theirs, options in (("our-reinforce", "grpo", {"norm_adv_by_std_in_grpo": False}), ("our-rloo", "rloo", {}),
+                              ("our-grpo", "grpo", {})):
+    mine, _ = core_algos.get_adv_estimator_fn(ours)(token_level_rewards=token_rewards.clone(), response_mask=mask,
+                                                    index=index, config=None)
+    other, _ = core_algos.get_adv_estimator_fn(theirs)(token_level_rewards=token_rewards.clone(), response_mask=mask,
+                                                       index=index, **options)
+    answer["advantages"][ours] = {"distance": distance(mine, other), "ratio": (other / mine)[mask].unique().tolist()}
+
+# Every setting that the example prints is one of verl's.
+tree = yaml.safe_load((pathlib.Path(verl.__file__).parent / "trainer" / "config" / "_generated_ppo_trainer.yaml").read_text())
+settings = with_verl.settings(with_verl.lm.Config(algorithm="dr-grpo", model="some/model"))
+answer["unknown"] = []
+for key in settings:
+    node = tree
+    for part in key.split("."):
+        node = node.get(part, {}) if isinstance(node, dict) and part in node else answer["unknown"].append(key) or {}
+print(json.dumps(answer))
