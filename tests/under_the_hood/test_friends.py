@@ -226,6 +226,7 @@ def test_dynamic_sampling_is_bounded_and_says_so(tiny):
     with pytest.warns(UserWarning, match="groups without a contrast remain after --refills 3"):
         filled, calls, _ = dapo_batch(tiny, 3, reward=f"{__name__}:never")
     assert len(calls) == 4 and len(filled.rewards) == 12
+    assert len({tuple(questions) for questions in calls}) == 4  # each attempt asks others
 
 
 def never(question, response, answer):
@@ -442,11 +443,18 @@ def test_the_training_step_uses_the_process_signal(tiny):
         assert (metrics["grad_norm"] > 1e-3) == moves
 
 
+def test_ngrpos_virtual_response_is_as_good_as_the_best_where_a_reward_exceeds_1():
+    """2, 0 and a virtual 2: mean 4/3, standard deviation (ddof 1) √(4/3)."""
+    _, advantages = friends.friendly_advantages(float64(2, 0)[None], torch.ones(1, 2), algorithm=lm.ALGORITHMS["ngrpo"],
+                                                number=1, noise_rates=(0.0, 0.0))
+    assert advantages[0].tolist() == pytest.approx([1 / math.sqrt(3), -2 / math.sqrt(3)], abs=1e-5)
+
+
 def test_rows_without_friends_change_nothing(tiny):
     rewards, texts = torch.tensor([[0.0, 0.5], [1.0, 2.0]]), ["a"] * 4
     row, config = lm.ALGORITHMS["grpo"], lm.Config()
     seen = friends.training_rewards(rewards, [], texts, torch.ones(4), config, algorithm=row, generator=None)
     assert torch.equal(seen, rewards)
-    found = friends.friendly_advantages(rewards, torch.ones(2, 2), algorithm=row, number=1, noise_rates=(0.1, 0.1))
+    found = friends.prepare_rewards(rewards, torch.ones(2, 2), algorithm=row, noise_rates=(0.1, 0.1))
     assert torch.equal(found[0], rewards) and found[1] is None
     assert friends.extra_gradient(None, None, None, algorithm=row, entropy=0.0, sample=None, token_logprobs=None) == 0.0
