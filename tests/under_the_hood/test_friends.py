@@ -445,8 +445,7 @@ def test_the_training_step_uses_the_process_signal(tiny):
 
 def test_ngrpos_virtual_response_is_as_good_as_the_best_where_a_reward_exceeds_1():
     """2, 0 and a virtual 2: mean 4/3, standard deviation (ddof 1) √(4/3)."""
-    _, advantages = friends.friendly_advantages(float64(2, 0)[None], torch.ones(1, 2), algorithm=lm.ALGORITHMS["ngrpo"],
-                                                number=1, noise_rates=(0.0, 0.0))
+    advantages = lm.shaped_advantages(float64(2, 0)[None], torch.ones(1, 2), algorithm=lm.ALGORITHMS["ngrpo"])
     assert advantages[0].tolist() == pytest.approx([1 / math.sqrt(3), -2 / math.sqrt(3)], abs=1e-5)
 
 
