@@ -454,6 +454,6 @@ def test_rows_without_friends_change_nothing(tiny):
     row, config = lm.ALGORITHMS["grpo"], lm.Config()
     seen = friends.training_rewards(rewards, [], texts, torch.ones(4), config, algorithm=row, generator=None)
     assert torch.equal(seen, rewards)
-    found = friends.prepare_rewards(rewards, torch.ones(2, 2), algorithm=row, noise_rates=(0.1, 0.1))
-    assert torch.equal(found[0], rewards) and found[1] is None
+    advantages = lm.shaped_advantages(rewards, torch.ones(2, 2), algorithm=row, noise_rates=(0.1, 0.1), number=7)
+    assert torch.equal(advantages, lm.group_advantages(rewards, std_normalize=True))
     assert friends.extra_gradient(None, None, None, algorithm=row, entropy=0.0, sample=None, token_logprobs=None) == 0.0
