@@ -7,6 +7,7 @@ import json
 import math
 import random
 from fractions import Fraction
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -115,7 +116,7 @@ def test_evaluate_agrees_with_counting_by_hand(world):
         count = [6 if part.group_size > 1 else 1] * len(examples)
         rights = range(len(examples)) if part.group_size > 1 else [i % 2 for i in range(len(examples))]
         rewards = torch.tensor([[1.0] * right + [0.0] * (n - right) for right, n in zip(rights, count)])
-        return type("Batch", (), {"rewards": rewards})
+        return SimpleNamespace(rewards=rewards, truncated=torch.zeros(rewards.numel(), dtype=torch.bool))
 
     metrics = evaluate(known, model, tokenizer, task, config)
     assert sorted(seen) == [(1, 0.0), (6, 1.0)]
