@@ -14,34 +14,52 @@ import re
 import subprocess
 import sys
 import threading
+import unicodedata
 from decimal import Decimal
 from fractions import Fraction
 
-# %% Reading a number
-
-# A number and all that touches its digits: "1,2", "3:30" and "10^3" are found whole, else their last digits would
-# count as the answer. The sign in "5-3" is a subtraction; the digits in "x^2" and "H2O" are no numbers.
-NUMBER_LIKE = re.compile(r"(?:(?<![\w)}\]])[-+])?(?:(?<![\w.])\.)?(?<![\w^])[0-9]+(?:\^\{[-+]?[0-9]+\}"
-                         r"|(?:[.,:/^]|\^[-+]| (?=[0-9]+/[0-9]))[0-9]+)*(?:[eE][-+]?[0-9]+)?")
+# A number and all that touches its digits: "1,2", "3:30", "1'5", "1 234" and "10^3" are found whole, else their last
+# digits would count as the answer. The sign in "5-3" is a subtraction; the digits in "x^2" and "H2O" are no numbers.
+NUMBER_LIKE = re.compile(
+    r"(?:(?<![\w)}\]])[-+])?(?:(?<![\w.])\.)?(?<![\w^])(?<![_^]\{)(?:[0-9]{1,3}(?: [0-9]{3})+(?![0-9])|[0-9]+)"
+    r"(?:\^\{[-+]?[0-9]+\}|(?:[.,:/^'’′″٫]|\^[-+]| (?=[0-9]+/[0-9]))[0-9]+)*(?:[eE][-+]?[0-9]+)?")
 # Of those, one number: 12 · 1,234.50 · 1/2 · 1 1/2 · 1e3, but not 0,5 · 1,2 · 1.2.3 (we guess no European grouping).
 NUMBER = re.compile(r"[-+]?(?=\.?[0-9])(?:[0-9]+ (?=[0-9]+/))?(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+)?"
                     r"(?:/[0-9]+(?:\.[0-9]+)?|[eE][-+]?[0-9]{1,2})?")
+# Not behind digits that only begin something: 5i · 2π · 2√3 · 2^n · 101_2 · 5 - 3 · 5 x · 12 or 13 · 12, 13. Whole
+# are 5km · 18 (a sum) · 42 - done · 18 a day · 42 and 7 more; the single letters left out are units, as in 5 m.
+FUNCTIONS = r"(?:pi|sqrt|ln|log|sin|cos|tan|exp|squared|cubed|choose)(?![A-Za-z])"
+COMPLETE = re.compile(
+    r"(?!\.[.\d]*\d|…\d|\((?![A-Za-z]{2})|a(?![A-Za-z])|[)}\]]?_+(?:\{|[^\W_])|[^\S\n]*(?:[√∛∜±∓π∞^\d]|[:;]\s*[0-9]"
+    rf"|{FUNCTIONS}|[b-fi-knopqrt-zBEKMTXYZΑ-Ψα-ω](?![^\W\d_]|\.\w)|[xyz]{{2,3}}(?![A-Za-z])|and (?:a half|[0-9]+/)"
+    r"|(?:or|to|mod|times|plus|minus|over|divided by)\s+[-+.]?[0-9]|(?:,|&|and\b)\s*[-+.]?[0-9][0-9.,/]*[\s*]*$"
+    r"|\\(?!end|qed|check|(?:black)?square)[A-Za-z]|(?:[-+/×÷·⋅<>≤≥≠≈]|\*\*?(?=\S)|\*(?=\s))\s*(?:[-+]?\.?[0-9]|[√π]"
+    r"|\((?![A-Za-z]{2})|\\[A-Za-z]|(?:[A-HJ-Zb-z]|(?<! )a)(?![A-Za-z'>]))))")
+# Before digits that only end something: √5 · ±5 · +/-5 · \sqrt{5} · ln 2 · \frac{π}{2}.
+ENDS_MORE = re.compile(r"(?:[√∛∜±∓_^]|\+/?|\\[pm]{2}|sqrt|\b(?:ln|log|sin|cos|tan)|\}(?=\{))(?:\[\w*\]|[({\s])*$")
 # Units that may follow a number in a box: words of two letters or more ("5 x" is a product), perhaps squared.
-UNITS = re.compile(r"[\s.,*]*(?:\s(?!(?:pi|ln|log|sin|cos|tan)\b)[A-Za-z]{2}[A-Za-z\s.,/'-]*(?:\^\{?[23]\}?\s*)?)?")
+UNITS = re.compile(rf"[\s.,*_\"'`”’»]*(?:\s(?!{FUNCTIONS}|(?:mod|or|and|plus|minus)\b)[A-Za-z]{{2}}"
+                   r"[A-Za-z\s.,/'\"`”’»*_-]*(?:\^\{?[23]\}?\s*)?)?")
 # What may stand before a marked answer: "x =", "Answer:", "The answer is", "5 - 3 =", but no time of day, "at 3:".
-LABEL = re.compile(r"^(?:[\s*]*[A-Za-z][\w ]{0,40}(?:=|(?<![0-9]):|:(?![0-9])| is )|[^A-Za-z=\\]*=)")
-WORDS = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")  # LaTeX's ways to set plain text
-SPELLINGS = [  # the many ways to write a number, each brought to the plainest
-    (re.compile("[\u2212\u2013]"), "-"),  # the minus sign, and the dash that often stands in for it
-    (WORDS, r" \1 "),
-    (re.compile(r"(?<=[0-9])(?:\{,\}|\\,|[\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))"), ","),  # 1{,}234
-    (re.compile(r"(?:US)?\\?[$€£¥₹¢]|\\?%|°|\^\{?\\circ\}?|\\left|\\right|\\[!,;:()\[\] ]|~"), ""),  # $18, 18\%
-    (re.compile(r"(?<=[0-9])(?=\\[dtc]?frac)"), " "),  # 1\frac{1}{2} is a mixed number
-    (re.compile(r"\\[dtc]?frac\s*\{\s*(-?[0-9.,]+)\s*\}\s*\{\s*([0-9.,]+)\s*\}"), r"\1/\2"),
-    (re.compile(r"(?<=[0-9]) ?/ ?(?=[0-9])"), "/"),  # 1 / 2
-    (re.compile(r"(?<=[0-9])\s*(?:×|\\times|\\cdot|\*|x)\s*10\s*\^\s*\{?([-+]?[0-9]+)\}?"), r"e\1"),  # 1.5 × 10^3
-]
-LONGEST = 500  # characters; a longer text is no answer, so no text takes long to check
+LABEL = re.compile(r"^(?:[\s*_]*[A-Za-z][\w *]{0,40}(?:=|(?<![0-9]):|:(?![0-9])| is )|[^A-Za-z=\\]*=)")
+WORDS = re.compile(r"\\(?:text\w{0,2}|emph|underline|math(?:rm|bf|it|sf)|bm|boldsymbol|mbox)\s*\{([^{}]*)\}")
+GONE = r"(?:US)?\\?[$€£¥₹¢]|\\left|\\right|\\[!()\[\]]"
+NFKC = functools.partial(unicodedata.normalize, "NFKC")  # ４ is 4, ½ is 1⁄2, ³ is 3
+SPELLINGS = [(re.compile(pattern), plain) for pattern, plain in [  # the many ways to write a number, made plain
+    (r"(?<=[0-9])[^\S\n]*[¼-¾⅐-⅞]", lambda m: " " + NFKC(m[0])), ("[\uff01-\uff5e¼-¾⅐-⅞]", lambda m: NFKC(m[0])),
+    ("[²³¹\u2070-\u207f]+", lambda m: "^" + NFKC(m[0])), ("[\u2212\u2013]", "-"), ("[\u2044\u2215]", "/"),  # −, –, ⁄
+    *[(WORDS, r" \1 ")] * 2,  # LaTeX's ways to set plain text, perhaps nested
+    (r"(?<=[0-9])(?:\{,\}|\\,|\\?_|[~'’٬\xa0\u2009\u202f])(?=[0-9]{3}(?![0-9]))", ","),  # 1{,}234, 1'234, 1_000
+    ("[\u2080-\u2089]+", lambda m: "_" + NFKC(m[0])),  # only now, or 101₂₂₂ would be grouped
+    (r"\\[,;: ]|\\q?quad\b|~|\\?%|°|\^\{?\\circ\}?", " "),  # a space, since 2\ 1/2 is not 21/2, and 5%3 not 53
+    (rf"(?<=[0-9])(?:{GONE})+(?=[0-9])", " "), (GONE, ""), (r"(?<=[0-9])(?=\\(?:[dtcs]|nice)?frac)", " "),
+    (r"\\(?:[dtcs]|nice)?frac\s*(?:\{\s*(-?[0-9.,]+)\s*\}|([0-9]))\s*(?:\{\s*([0-9.,]+)\s*\}|([0-9]))", r"\1\2/\3\4 "),
+    (r"(?<![\w)}\]])_+(?=[-+.]*[0-9])|(?<=[0-9.!])_+(?![\w{])|</?(?:b|i|u|em|strong|code)>", " "),  # __73__, not x_1
+    (r"(?<=[0-9])[^\S\n]+(?=[0-9])", " "), (r"(?<=[0-9]) ?/ ?(?=[0-9])", "/"),  # 1 / 2
+    (r"(?<=[0-9])\s*(?:×|\\times|\\cdot|[*x·⋅])\s*10\s*(?:\^|\*\*)\s*\{?([-+]?[0-9]+)\}?", r"e\1"),  # 1.5 × 10^3
+    *[(rf"(?<=[0-9]) ?{word}\b", f"e{3 * i}") for i, word in enumerate(("thousand", "million", "billion"), 1)]]]
+LONGEST, LONGEST_REPLY = 500, 1_000_000  # characters; a longer text is no answer, so no text takes long to check
+THOUGHTS = [(f"<{name}>", f"</{name}>") for name in ("think", "thinking", "reasoning")] + [("[THINK]", "[/THINK]")]
 
 
 def respell(text: str) -> str:
@@ -73,30 +91,35 @@ def answer_part(text) -> tuple[str, str]:
 
     Of the two the later one counts; without either, the text itself and ''. A box that was cut off holds ''.
     """
-    text = text.rpartition("</think>")[2] if isinstance(text, str) else ""  # thoughts are not answers
-    hashes, box = text.rfind("####"), text.rfind("\\boxed{")
-    if hashes > box:
-        return text[hashes + 4:].lstrip().partition("\n")[0][:2 * LONGEST], "####"
-    if box >= 0:
-        depth, inside = 1, text[box + 7: box + 7 + 2 * LONGEST]
+    text = text if isinstance(text, str) and len(text) <= LONGEST_REPLY else ""
+    for begin, end in THOUGHTS:  # one may begin in the prompt, and one that does not end hides all that follows
+        pieces = text.split(end)
+        first = max((i for i, piece in enumerate(pieces[:-1], 1) if begin not in piece), default=0)
+        text = "\n".join(piece.partition(begin)[0] for piece in pieces[first:])
+    hashes, found = text.rfind("####"), re.search(r"\{\s{0,9}(?:dexob|xobf)\\", text[::-1])  # backwards: the last box
+    box = len(text) - found.start() if found else -1
+    if box > hashes:
+        depth, inside = 1, text[box: box + 2 * LONGEST]
         for brace in re.finditer(r"\\.|[{}]", inside):  # \\. steps over \{ and \}, which are text
             depth += {"{": 1, "}": -1}.get(brace[0], 0)
             if depth == 0:
                 return inside[: brace.start()], "boxed"
         return "", "boxed"
+    if hashes >= 0:
+        return text[hashes + 4:].lstrip().partition("\n")[0][:2 * LONGEST], "####"
     if len(text) > 2 * LONGEST:  # only the surroundings of the last digit matter
-        last_digit = max(text.rfind(digit) for digit in "0123456789")
-        text = text[max(0, last_digit - 2 * LONGEST): last_digit + 20] if last_digit >= 0 else text[-2 * LONGEST:]
+        found = re.search("[0-9０-９¼-¾⅐-⅞]", text[::-1])
+        end = len(text) - (found.start() if found else 0)
+        text = text[max(0, end - 2 * LONGEST): end + 20]
     return text, ""
 
 
 def read_part(part: str, *, entire: bool) -> str | None:
     """The number at the start of a part, else the part itself. entire: nothing but units may follow the number."""
-    spelled = LABEL.sub("", respell(part), count=1).lstrip(" *")
+    spelled = LABEL.sub("", respell(part), count=1).lstrip(" *_\"'`“‘«")
     found = NUMBER_LIKE.match(spelled)
-    if found and (not entire or UNITS.fullmatch(spelled, found.end())) and (number := plain_number(found[0])):
-        return number
-    return part.strip() if part.strip() and len(part) <= LONGEST else None
+    whole = found and (UNITS.fullmatch if entire else COMPLETE.match)(spelled, found.end())
+    return whole and plain_number(found[0]) or (part.strip() if len(part) <= LONGEST else "") or None
 
 
 def extract_answer(text) -> str | None:
@@ -108,8 +131,11 @@ def extract_answer(text) -> str | None:
     part, marker = answer_part(text)
     if marker:
         return read_part(part, entire=marker == "boxed")
-    last = (NUMBER_LIKE.findall(respell(part)) or [""])[-1]
-    return plain_number(last) or (last if 0 < len(last) <= LONGEST else None)
+    spelled = respell(part)
+    start, end = ([(0, 0)] + [found.span() for found in NUMBER_LIKE.finditer(spelled)])[-1]
+    if not 0 < end - start <= LONGEST or not COMPLETE.match(spelled, end) or ENDS_MORE.search(spelled[:start][-20:]):
+        return None
+    return plain_number(spelled[start:end]) or spelled[start:end]
 
 
 def gold_answer(gold) -> str | None:
@@ -120,8 +146,8 @@ def gold_answer(gold) -> str | None:
 
 def squeeze(text: str | None) -> str:
     """A formula without the spelling that means nothing: \\left, \\dfrac, \\text, $, spaces except between digits."""
-    text = " ".join(WORDS.sub(r" \1 ", text or "").split()).strip("*. ")
-    return re.sub(r"\\left|\\right|\\[,;:!]|\$|(?<=\\)[dt](?=frac)|(?<![0-9]) | (?![0-9])", "", text)
+    text = re.sub(r"\\left|\\right|\\[,;:! ]|\$|~", " ", WORDS.sub(r" \1 ", text or ""))
+    return re.sub(r"(?<=\\)[dt](?=frac)|(?<![0-9]) | (?![0-9])", "", " ".join(text.split()).strip("*. "))
 
 
 def is_correct(text, gold) -> bool:
@@ -159,10 +185,7 @@ symbolic_worker, symbolic_lock = None, threading.Lock()
 
 
 def symbolic_equal(answer: str, gold: str, *, seconds: float = 2.0) -> bool:
-    """Are two formulas equal to math-verify? False if that takes longer than `seconds`. Any thread may call.
-
-    ValueError: seconds is not positive and finite. ImportError: math-verify is absent.
-    """
+    """Are two formulas equal to math-verify? False after that many seconds. Any thread may call."""
     global symbolic_worker
     if not 0 < seconds < 1e6:
         raise ValueError(f"seconds must be positive and finite, not {seconds}")
@@ -193,7 +216,8 @@ def math_reward(text, gold) -> float:
     (part, marker), wanted = answer_part(text), gold_answer(gold)
     two_numbers = as_fraction(extract_answer(text)) is not None and as_fraction(wanted) is not None
     a_word = re.fullmatch("[A-Za-z ]{3,}", squeeze(wanted))  # to algebra a product of letters: Paris = pairs
-    if not marker or not squeeze(part) or not wanted or two_numbers or a_word:
+    glued = as_fraction(wanted) is not None and re.search(r"[0-9](?:[_']|\s+[0-9])|0[xob]", respell(part))  # 101_2
+    if not marker or not squeeze(part) or not wanted or two_numbers or a_word or glued:
         return 0.0
     return float(symbolic_equal(part, wanted))
 

@@ -137,10 +137,38 @@ def encode_prompts(tokenizer, examples, *, device, worked=()):
     return tokens, torch.arange(width, device=device) >= width - lengths[:, None]
 
 
+def control_ids(tokenizer) -> tuple[set, set]:
+    """(ids that are never text, ids that are no text at the end of a response, where they are stop ids of the model).
+
+    Tags are text, for a reward may ask for them: special tokens in pairs such as <think> and </think>, except those
+    with which the chat template frames a turn, such as [INST] and [/INST].
+    """
+    special = {i: str(token) for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items() if token.special}
+    pairs = {text.replace("/", "") for text in special.values() if "/" in text} & {*special.values()}
+    tags = {i for i, text in special.items() if text.replace("/", "") in pairs}
+
+    def rendered(*roles):
+        with contextlib.suppress(Exception):  # a template may refuse a system message, with an error of any class
+            chat = [{"role": role, "content": "a"} for role in roles]
+            return special.keys() & tokenizer.apply_chat_template(chat, return_dict=False)
+        return set()
+
+    asked, answered = ("system", "user"), ("system", "user", "assistant", "user")
+    if tokenizer.chat_template:  # around an answer some templates write empty thoughts, which are no frame
+        frame = (rendered(*asked) or rendered(*asked[1:])) | (rendered(*answered) or rendered(*answered[1:])) - tags
+    else:
+        frame = set()
+    named = {getattr(tokenizer, f"{name}_token_id", None) for name in ("pad", "eos", "bos", "cls", "sep")}
+    return named | frame, special.keys() - tags
+
+
 def decode(tokenizer, tokens, mask) -> list:
+    """The text of each response as its reward is to see it: with tags, without what only steers the model."""
+    control, stops = control_ids(tokenizer)
     rows = [tuple(ids[:n]) for ids, n in zip(tokens.tolist(), mask.sum(1).tolist())]
     distinct = list(dict.fromkeys(rows))  # responses of a group are often equal
-    texts = dict(zip(distinct, tokenizer.batch_decode([list(ids) for ids in distinct], skip_special_tokens=True)))
+    kept = [[i for i in (ids[:-1] if ids and ids[-1] in stops else ids) if i not in control] for ids in distinct]
+    texts = dict(zip(distinct, tokenizer.batch_decode(kept, skip_special_tokens=False)))
     return [texts[ids] for ids in rows]
 
 

@@ -1,8 +1,10 @@
 """Answer checking against literals, other algebra (cross-multiplication, int formatting) and the real GSM8K.
 
-C43 … C53 are small inputs that real graders got wrong; every other table row is a way models really write an answer.
+C43 … C53, D07 … D14 and E14 are small inputs that real graders got wrong; every other table row is a way models really
+write an answer.
 """
 
+import copy
 import json
 import os
 import pathlib
@@ -11,13 +13,17 @@ import subprocess
 import sys
 import threading
 import time
+import unicodedata
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+import torch
+from conftest import bpe_tokenizer
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from under_the_hood import answers
+from under_the_hood.models import decode
 
 extract_answer, is_correct = answers.extract_answer, answers.is_correct
 
@@ -193,6 +199,176 @@ def test_what_is_not_one_number(text, value, digits):
     assert not is_correct(text, digits)
 
 
+# %% ---------------------------------------------------------------- the whole number, or none
+
+# D08: a reply was paid for the first digits of another number. D09: digits were glued where LaTeX sets a space.
+WHOLE = [
+    ("D08", "1½", "3/2"), ("D08", "1 ½", "3/2"), ("D08", "-1½", "-3/2"), ("D08", "½", "1/2"), ("D08", "-½", "-1/2"),
+    ("D08", "2⅔", "8/3"), ("D08", "1⁄2", "1/2"), ("D08", "1∕2", "1/2"), ("D08", "3 1⁄2", "7/2"),
+    ("D08", "1'234", "1234"), ("D08", "1’234’567", "1234567"), ("D08", "1_000", "1000"), ("D08", r"1\_000", "1000"),
+    ("D08", "1_000_000.5", "1000000.5"), ("D08", "1，234", "1234"), ("D08", "１，２３４．５", "1234.5"), ("D08", "1２", "12"),
+    ("D08", "1.5×10³", "1500"), ("D08", "1.5·10³", "1500"), ("D08", "2×10⁻³", "0.002"), ("D08", "1.5 * 10**3", "1500"),
+    ("D08", r"1.5 \cdot 10^{3}", "1500"), ("D08", r"1\frac12", "3/2"), ("D08", r"1\nicefrac{1}{2}", "3/2"),
+    ("D08", "2.5 million", "2500000"), ("D08", "3 thousand", "3000"), ("D08", "5 billion", "5000000000"),
+    ("D09", r"2\ 1/2", "5/2"), ("D09", "2~1/2", "5/2"), ("D09", r"2\,1/2", "5/2"), ("D09", r"2\;\frac{1}{2}", "5/2"),
+    ("D09", r"2\ \tfrac12", "5/2"), ("D09", r"2\quad\frac{1}{2}", "5/2"), ("D09", "2$1/2$", "5/2"),
+    ("D09", r"1\,234\,567", "1234567"), ("D09", "1~234", "1234"),
+    ("E14", "__73__", "73"), ("E14", "_42_", "42"), ("E14", "___42___", "42"), ("E14", "**_42_**", "42"),
+    ("E14", "***42***", "42"), ("E14", "*42*", "42"), ("E14", "`42`", "42"), ("E14", "```42```", "42"),
+    ("E14", '"42"', "42"), ("E14", "'42'", "42"), ("E14", "“42”", "42"), ("E14", "‘42’", "42"), ("E14", "«42»", "42"),
+    ("E14", "<b>42</b>", "42"), ("E14", "<strong>42</strong>", "42"), ("E14", "_-5_", "-5"),
+    ("E14", "__-1/2__", "-1/2"),
+    ("E14", "_.5_", "0.5"), ("E14", "__$1,234.50__", "1234.5"), ("E14", "_42%_", "42"), ("E14", "__42 km__", "42"),
+    ("E14", "__42__.", "42"), ("E14", r"\textbf{42}", "42"), ("E14", r"\emph{\textbf{42}}", "42"),
+    ("E14", r"\underline{42}", "42"), ("E14", r"\boldsymbol{42}", "42"),
+    ("unit", "5 cm^2", "5"), ("unit", "42 dollars.", "42"), ("unit", "90°", "90"),
+]
+OF_THEIR_OWN = ("90°C", "5km", "5 m", "18 a day", "42!", "42个", "42 - done", "42 \N{EN DASH} I believe", "5 p.m.",
+                "5 m²",
+                "42 \\end{align*}", "42 \\blacksquare", "42</answer>", "42<|end|>", "42 \\\\", "42; done")
+
+
+@pytest.mark.parametrize("text, value", rows(WHOLE))
+@pytest.mark.parametrize("form", ["{}", "Answer: {}", "#### {}", "#### **Answer**: {}", "#### __Answer:__ {}",
+                                  r"\boxed{{{}}}", r"so \fbox{{{}}}, not 7"])
+def test_the_whole_number(form, text, value):
+    """D08, D09 and E14: bare, marked and boxed."""
+    reply = form.format(text)
+    assert extract_answer(reply) == value
+    assert is_correct(reply, value) and answers.math_reward(reply, value) == 1.0
+    assert is_correct(value, text)  # and as a gold answer
+    for digits in (value[0], value[:2], value[-1], value.lstrip("-")[0]):
+        assert (Fraction(value) == Fraction(digits) if digits.isdecimal() else True) or not is_correct(reply, digits)
+
+
+@pytest.mark.parametrize("text", OF_THEIR_OWN)
+def test_what_may_follow_a_number(text):
+    for form in ("{}", "#### {}"):
+        assert extract_answer(form.format(text)) == text[:2].strip("k pm")
+
+
+PARTS = [  # the numbers that such a reply holds, none of which is its answer
+    ("D08", "2³", "2 3 23"), ("D08", "2π", "2"), ("D08", "2 π", "2"), ("D08", r"2\pi", "2"), ("D08", "2pi", "2"),
+    ("D08", "2√3", "2 3 23"), ("D08", r"2\sqrt{3}", "2 3"), ("D08", r"2 \sqrt3", "2 3"), ("D08", "2sqrt(3)", "2 3"),
+    ("D08", "±5", "5 -5"), ("D08", r"\pm 5", "5 -5"), ("D08", "+/-5", "5 -5"), ("D08", "√5", "5"),
+    ("D08", "-√5", "5 -5"),
+    ("D08", r"\sqrt{5}", "5"), ("D08", r"\sqrt[3]{5}", "3 5"), ("D08", "∛5", "5"), ("D08", "sqrt(5)", "5"),
+    ("D08", "5i", "5"), ("D08", "5 i", "5"), ("D08", "2+3i", "2 3 5"), ("D08", "5x", "5"), ("D08", "2ⁿ", "2"),
+    ("D08", "2^n", "2"), ("D08", "10³", "10 3 103"), ("D08", "10⁻³", "10 3 -3"),
+    ("D08", "101_2", "101 2 1012"), ("D08", "101_{2}", "101 2 1012"), ("D08", "101₂", "101 2 1012"),
+    ("D08", "101₁₁₁", "101 111 101111"), ("D08", "(101)_2", "101 2"), ("D08", r"101_{\text{two}}", "101"),
+    ("D08", "0x1F", "0 1"), ("D08", "1٢", "1"), ("D08", "1'5", "1 5 15"), ("D08", "5'10\"", "5 10 510"),
+    ("D08", "5′10″", "5 10"), ("D08", "12_34", "12 34 1234"), ("D08", "1 234", "1 234 1234"),
+    ("D08", "ln 2", "2"), ("D08", r"\frac{\pi}{2}", "2"), ("D08", "x^{-2}", "2 -2"), ("D08", "5a", "5"),
+    ("D09", r"3~4", "34 3 7"), ("D09", r"3\,4", "34 3 7"), ("D09", r"3\ 4", "34 3"), ("D09", r"3\!4", "34 3"),
+    ("D09", "3°4", "34 3"), ("D09", r"3^\circ4", "34 3"), ("D09", "5%3", "53 5"), ("D09", r"5\%3", "53 5"),
+    ("D09", "5$3", "53 5"), ("D09", r"3\left4", "34 3"),
+    ("E14", "file_42", "42"), ("E14", "a_42_b", "42"),
+]
+BEGINNINGS = ["5 - 3", "5 + x", "5 * 3", "2**3", "5 ÷ 2", "5 / x", "5(x+1)", "5 x", "5 < x", "3 : 4", "12-15",
+              "12 or 13", "12 to 15", "3 times 4", "12, 13", "12 and 13", "2 and 1/2", "2 and a half", "2 squared", "2xy",
+              "5 cos x",
+              r"5\cdot 3", r"5 \text{ or } 6", "1e3.5", "**4**2", "5 7", "1..2"]
+
+
+@pytest.mark.parametrize("text, parts", rows(PARTS))
+@pytest.mark.parametrize("form", ["{}", "x = {}", "#### {}", "#### x = {}", r"\boxed{{{}}}"])
+def test_no_part_of_a_number(form, text, parts):
+    for part in parts.split():
+        assert not is_correct(form.format(text), part)
+        assert answers.math_reward(form.format(text), part) == 0.0
+
+
+@pytest.mark.parametrize("text", BEGINNINGS)
+def test_no_beginning_of_an_expression(text):
+    for form in ("#### {}", r"\boxed{{{}}}"):
+        reply = form.format(text)
+        assert extract_answer(reply) == text and is_correct(reply, text) and not is_correct(reply, text.strip("*")[0])
+        assert not is_correct(reply, text[:2])
+
+
+def test_d09_formulas_keep_their_spaces_between_digits():
+    assert not is_correct(r"\boxed{3\,4x}", "34x") and not is_correct("#### 3~4x", "34x")
+    assert is_correct(r"\boxed{3\,x}", "3x") and is_correct(r"\boxed{x\;+\ 1}", "x+1")
+
+
+@pytest.mark.parametrize("text", [r"\fbox{42}", r"\boxed {42}", "\\boxed\n{42}", r"\boxed  {42}", r"\fbox {42}",
+                                  r"\boxed{3}, no: \fbox{42}", r"\fbox{3}, no: \boxed {42}", r"\fbox{\text{42}}",
+                                  r"\fbox{\boxed{42}}", r"#### 3" "\n" r"\fbox{42}"])
+def test_d11_every_box(text):
+    assert extract_answer(text + ", as in step 7") == "42"
+
+
+# %% ---------------------------------------------------------------- thoughts
+
+
+@pytest.mark.parametrize("text, value", [
+    ("<think>so 42, or maybe 42", NO_ANSWER), (r"<think>\boxed{42}", NO_ANSWER), ("<think>#### 42", NO_ANSWER),
+    ("<think>so 42</think>", NO_ANSWER), ("so 42</think>", NO_ANSWER), ("<think></think>", NO_ANSWER),
+    ("so 41</think>\n#### 42", "42"), ("so 41</think>42", "42"), ("<think>41</think>42", "42"),
+    ("<think>a</think> 41 <think>b</think> 42", "42"), ("<think>a</think> 42 <think>43", "42"),
+    ("a</think>\n42\n<think>43</think>", "42"), ("#### 42 <think>6*7</think> checked", "42"),
+    ("#### 42\n<think>but", "42"), ("4<think></think>2", "2"),  # never glued
+    ("41 </think> b </think> 42", "42"), ("41</think><think>42", NO_ANSWER), ("42<think>a</think>b</think>", NO_ANSWER),
+    ("<think>a<think>42</think>b</think>", NO_ANSWER), ("<think>a<think>b</think>c</think> 42", "42"),
+    ("<thinking>so 42", NO_ANSWER), ("<thinking>41</thinking>42", "42"), ("[THINK]so 42", NO_ANSWER),
+    ("[THINK]41[/THINK]42", "42"), ("<reasoning>#### 42", NO_ANSWER),
+    ("<reasoning>41</reasoning>\n<answer>42</answer>", "42"), ("<think>41</think><answer>42</answer>", "42"),
+    ("<think>" + "\n#### 42" * 500, NO_ANSWER), ("42 </thin", "42"),
+])
+def test_d07_no_answer_in_thoughts(text, value):
+    """D07 (verifiers #213, rllm #405)."""
+    assert extract_answer(text) == value
+    assert is_correct(text, "42") == (value == "42") and answers.math_reward(text, "42") == float(value == "42")
+
+
+@pytest.fixture(scope="module")
+def tag_tokenizer():
+    """Its tags are special tokens, as are the tokens that frame a turn and some that its model stops at."""
+    tokenizer = bpe_tokenizer(bos=True, chat=True)
+    tokenizer.add_special_tokens({"additional_special_tokens": [
+        "<think>", "</think>", "<answer>", "</answer>", "[INST]", "[/INST]", "<|eom|>"]})
+    tokenizer.chat_template = ("{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]"
+                               "{% elif m.role == 'assistant' %}<think></think>{{ m.content }}</s>{% endif %}"
+                               "{% endfor %}")
+    return tokenizer
+
+
+def decoded(tokenizer, *texts):
+    rows = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    lengths = torch.tensor([[len(ids)] for ids in rows])
+    width = int(lengths.max())
+    tokens = torch.tensor([ids + [tokenizer.pad_token_id] * (width - len(ids)) for ids in rows])
+    return decode(tokenizer, tokens, torch.arange(width) < lengths)
+
+
+def test_d14_the_reward_gets_tags_that_are_special_tokens(tag_tokenizer):
+    """D14 (trl #2897): the text would be 7*6=41?42, in which nobody finds the thought."""
+    text = "<think>7*6=41?</think><answer>42</answer>"
+    assert tag_tokenizer.decode(tag_tokenizer(text)["input_ids"], skip_special_tokens=True) == "7*6=41?42"
+    for ended in (text, text + "</s>", text + "<|eom|>", "<s>" + text + "</s>", text + "[INST]"):
+        assert decoded(tag_tokenizer, ended) == [text]
+    assert is_correct(text, "42")
+    assert decoded(tag_tokenizer, "<think>42</s>", "[/INST]4<|user|>", "1</answer>", "</think>", "</s>") == [
+        "<think>42", "4", "1</answer>", "</think>", ""]
+    assert extract_answer(decoded(tag_tokenizer, "<think>#### 42</s>")[0]) is NO_ANSWER
+
+
+@pytest.mark.parametrize("template", [
+    None,  # no frame: only the named ids and a last one that is no tag go
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "[INST]{{ m.content }}[/INST]{% endfor %}",
+    "{% if messages[0].role != 'system' %}<think>{% endif %}"
+    "{% for m in messages %}[INST]{{ m.content }}[/INST]{% endfor %}",
+])
+def test_d14_whatever_the_chat_template(tag_tokenizer, template):
+    tokenizer = copy.deepcopy(tag_tokenizer)
+    tokenizer.chat_template = template
+    text = "<think>1</think>2"
+    assert decoded(tokenizer, text + "<|eom|>", text + "</s>") == [text, text]
+    assert decoded(tokenizer, "[INST]2[/INST]") == ["[INST]2[/INST]" if template is None else "2"]
+
+
 # %% ---------------------------------------------------------------- correct, and incorrect
 
 
@@ -272,11 +448,58 @@ def test_decimals_are_exact(n, places, zeros):
     assert not is_correct(longer, f"{n + 1}/{10**places}")
 
 
+def spellings(n, power):
+    """Ways to write n · 10**-power, all of which have the same value."""
+    value, sign, size = Fraction(n, 10**power), "-" * (n < 0), abs(n)
+    digits = f"{size:0{power + 1}}"
+    plain = digits[: len(digits) - power] + ("." + digits[len(digits) - power:]) * (power > 0)
+    whole, _, rest = plain.partition(".")
+    rest = rest and "." + rest
+    for separator in (",", "_", "'", "’", "{,}", r"\,", "，", "\u202f", "~", r"\_"):
+        yield sign + f"{int(whole):,}".replace(",", separator) + rest
+    yield from (sign + plain, sign.replace("-", "\N{MINUS SIGN}") + plain, f"{sign}${plain}", f"{value}")
+    yield sign + "".join(chr(ord(c) + 0xFEE0) for c in plain)  # fullwidth
+    yield f"{n}×10^{{-{power}}}"
+    yield f"{n} · 10" + ("⁻" + "".join("⁰¹²³⁴⁵⁶⁷⁸⁹"[int(c)] for c in str(power)))
+    yield rf"{sign}\frac{{{size}}}{{{10**power}}}"
+    if power == 0:
+        yield from (f"{sign}{size}½"[:-1], f"{sign}{size}.0", f"{sign}{size:,}.00")
+
+
+@EXAMPLES
+@given(st.integers(-10**9, 10**9), st.integers(0, 6), st.sampled_from([
+    "{}", "Answer: __{}__", "_{}_", "`{}`", "“{}”", "**{}**", "#### {}", "#### **{}**", r"\boxed{{{}}}",
+    r"\fbox {{{}}}, 7$",
+    "<think>7</think><answer>{}</answer>", r"\boxed{{\text{{{}}}}}", "#### Answer: _{}_"]))
+@example(0, 0, "{}")
+def test_every_spelling_of_a_number(n, power, form):
+    value = Fraction(n, 10**power)
+    for written in spellings(n, power):
+        if "{" in written and "text" in form:  # \text holds plain text
+            continue
+        reply = form.format(written).replace(", 7$", " in the end")
+        assert is_correct(reply, str(value)), reply
+        assert is_correct(reply, str(n / 10**power)) or power  # as floats they need not be equal
+        assert not is_correct(reply, str(value + 1)) and not is_correct(reply, str(10 * value + 1))
+
+
+@EXAMPLES
+@given(st.integers(0, 99), st.integers(1, 99), st.sampled_from("½⅓¼⅕⅙⅛⅔¾⅞"),
+       st.sampled_from(["{}", "#### {}", r"\boxed{{{}}}"]))
+def test_no_digits_of_a_mixed_number(whole, other, vulgar, form):
+    value = whole + Fraction(*map(int, unicodedata.normalize("NFKC", vulgar).split("⁄")))
+    for written in (f"{whole}{vulgar}", f"{whole} {vulgar}", rf"{whole}\ {value - whole}", f"{whole}~{value - whole}"):
+        assert is_correct(form.format(written), str(value)) and not is_correct(form.format(written), str(whole))
+    assert whole == 0 or not is_correct(form.format(rf"{whole}\,{other:02}"), f"{whole}{other:02}")
+
+
 # %% ---------------------------------------------------------------- total, pure and fast
 
 pieces = st.lists(st.sampled_from([
     "#", "####", "\\boxed{", "{", "}", "\\frac", "\\text{", "1", "12", ",", ".", "/", " ", "-", "−", "$", "%", "^",
     "e", "E", "=", ":", "x", "\n", "\\", "10", "×", "</think>", "(", ")", "_", "0", "٣", "\ud800",
+    "<think>", "½", "³", "⁻", "₂", "，", "’", "~", "\\,", "\\ ", "\\!", "√", "π", "±", "`", '"', "*", "__", "\\fbox {",
+    "million", "i", "or",
 ]), max_size=30).map("".join)
 anything = st.one_of(st.text(), pieces, st.none(), st.integers(), st.floats(), st.binary(), st.lists(st.text()))
 
@@ -305,6 +528,12 @@ HUGE = {
     "unit spaces": "\\boxed{5" + " " * 480 + "0}",
     "label spaces": "\\boxed{x" + " " * 480 + "0}", "frac spaces": "\\boxed{\\frac" + " " * 480 + "}",
     "long denominator": "1/" + "9" * 490,
+    "D07 thoughts": "<think>" * 8_000, "D07 ends": "</think>" * 8_000, "D07 pairs": "<think>5</think>" * 3_000,
+    "D07 a million": "<think>5</think>" * 62_500, "D11 spaces": "\\boxed  " * 6_000, "D11 boxes": "\\fbox {" * 140_000,
+    "a million signs": "\\" * 1_000_000, "halves": "½" * 50_000, "powers of 2": "#### " + "2³" * 490,
+    "underscores": "#### " + "_" * 990, "emphasis": "#### " + "_1" * 490, "points": "#### 1" + "." * 990,
+    "gone": "#### 1" + "\\left" * 190, "roots": "√" * 990 + "1", "spaces and digits": "#### " + "1 " * 490,
+    "words": "1 and " * 160,
     "ten million": "word 5 " * 1_500_000, "ten million braces": "\\boxed{" + "{" * 10_000_000,
 }
 
