@@ -1,71 +1,76 @@
 #!/usr/bin/env python3
-"""Fine-tune a causal language model with any algorithm of the group-relative REINFORCE family, on data however stale.
+"""Fine-tune a causal language model with any algorithm of the group-relative REINFORCE family, on fresh or stale data.
 
 Claim (arXiv 2509.24203): group-relative REINFORCE never needed on-policy data. What breaks on stale data is an
-*unregularised* step; clipping repairs it, with importance sampling or without. A transformer shows it in two minutes.
+*unregularised* step; clipping repairs it, with importance sampling or without. A transformer shows it in minutes.
 
-Every algorithm in this file is one row of one equation, summed over responses i and their tokens t:
+For each prompt x a *sampler* π_old writes a group of K responses y, and the policy π_θ learns from their rewards. The
+sampler is the policy itself, or an older copy of it: then the data are *stale*, and ρ = π_θ/π_old, the ratio of a
+token's two probabilities, is not 1. Every algorithm here is one row of one equation, over responses i and tokens t:
 
-    L(θ) = − Σᵢ Σₜ Nᵢᵗ · Mᵢᵗ · Wᵢᵗ · Aᵢ · log π_θ(yᵢᵗ | x, yᵢ^{<t})  +  R(θ)
+    L(θ) = Σᵢ Σₜ Nᵢᵗ · ( − Mᵢᵗ · Wᵢᵗ · Aᵢ · log π_θ(yᵢᵗ | x, yᵢ^{<t})  +  Rᵢᵗ(θ) )
 
-    symbol | name here       | shape  | meaning
+    symbol | name here       | shape  | meaning (B responses of up to T tokens)
     A      | advantages      | (B,)   | reward minus the group's baseline, perhaps shaped (RED)
-    M      | clip_mask       | (B, T) | 0 where a token has moved too far from the sampler (REC)
-    W      | weight          | (B, T) | detached importance weight, or 1
-    R      | tau, beta       | scalar | an additive penalty on the distance from the sampler (REP)
+    M      | clip_mask       | (B, T) | 0 where a token has moved too far from the sampler (REC); detached, like W
+    W      | weight          | (B, T) | the importance weight ρ, or 1
+    R      | tau, beta       | (B, T) | an additive penalty on the distance from the sampler (REP)
     N      | token_weights   | (B, T) | a named mean with an explicit denominator
 
 Run:  python 06_full_llm_training.py --compare reinforce,grpo,rec-oneside-nois --sync-interval 20
       python 06_full_llm_training.py --model HuggingFaceTB/SmolLM2-135M-Instruct --task gsm8k --max-new-tokens 256
       python 06_full_llm_training.py --exercise 1                                     (three questions to answer)
-The first takes two to four minutes on 2 cores. You see a progress bar, then accuracy before → after for each algorithm;
+The first takes two to four minutes on 2 cores and prints accuracy before → after for each row: with the sampler
+refreshed every 20 steps, the unclipped `reinforce` falls back and the other two go on learning. (By default the sampler
+is refreshed before every step. Then ρ = 1, no clip acts, and rows that differ in M and W alone are one algorithm.)
 --out holds a run directory each, with metrics.jsonl, samples.jsonl, curves.png and the trained model.
 
-How to read this file: downwards, in half an hour. It is the whole algorithm, plain and complete.
-    1 configuration   every flag, a line each: skim it
-    2 the family      Algorithm, ALGORITHMS: which choices make a row
-    3 the equation    advantages, clip_mask, policy_loss: the heart, worth a second reading
-    4 the model       generate and token_logprobs: sample a response; ask for the probability of a given one
-    5 staleness       which policy sampled the batch of step n
-    6 training        collect a batch, train_step, train
-under_the_hood/ is the engine room: what makes this fast and dependable; its README.md is the map. Nothing in it is the
-idea. By default a run samples and differentiates with under_the_hood/fast.py, tested equal to the plain functions here.
-Before this file: lesson 02 (A), 03 (why any data will do), 04 (M, W, R, staleness), 05 (shaping A).
+How to read this file: downwards, in half an hour; lessons 02 (A), 03 (why any data will do), 04 (M, W, R, staleness)
+and 05 (shaping A) come before it.
+    1 configuration   the flags, a line each: skim it
+    2 the family      Algorithm, ALGORITHMS: which choices make a row. A new row is one more line there
+    3 the equation    group_advantages, clip_mask, policy_loss: the heart, worth a second reading
+    4 shaping         RED: which responses count, and how much
+    5 the model       generate and token_logprobs: sample a response; ask for the probability of a given one
+    6 staleness       which policy sampled the batch of step n
+    7 training        collect a batch, train_step, train
+under_the_hood/ is the engine room; its README.md is the map. It makes this page fast and dependable (by default a run
+uses fast.py's generate and token_logprobs, tested equal to the plain ones here) and holds what single rows need beside
+the equation (friends.py). It never imports this page: where it needs a function of it, that is handed over.
 """
 
 import dataclasses
 import functools
 import math
-import os
 import pathlib
 import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
 
-# Threads that wait for each other spin for some microseconds, then sleep. Spinning for long slows training several
-# times when the machine has other work; sleeping at once doubles the time of the small matrices of the built-in model.
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+import under_the_hood  # noqa: F401 (before torch: it says how torch's waiting threads wait)
 
 import torch
 
 from under_the_hood import comparison, evaluation, fast, friends, options, paged, parallel, pictures, plan, report
-from under_the_hood.answers import extract_answer, is_correct  # noqa: F401 (copied out from here)
+from under_the_hood.answers import extract_answer, is_correct  # noqa: F401 (others import the two from here)
 from under_the_hood.batching import micro_batches
 from under_the_hood.engines import choose_engine, compute_gap
-from under_the_hood.errors import RunStopped, UserError, one_line, require
+from under_the_hood.errors import UserError, one_line, require, said_in_one_line
 from under_the_hood.exercises import EXERCISES
-from under_the_hood.friends import adaptive_temperature, hint_weight
+from under_the_hood.friends import adaptive_temperature
 from under_the_hood.lora import add_adapters
 from under_the_hood.models import (autocast, autocast_dtype, copy_for_sampling, decode, drop_long_prompts,
                                    encode_prompts, in_eval_mode, load_model, model_inputs, next_cache,
                                    recompute_activations, set_chat_options, stop_ids)
-from under_the_hood.options import option
+from under_the_hood.options import FriendOptions, OutputOptions, option
 from under_the_hood.runs import METRICS, Run
 from under_the_hood.tasks import load_task, reward_function
 from utils import exercise, pick_device, seed_everything
 
 # %% 1. -------------------------------------------------------------------------------------------------- configuration
+
+# option(default, help, what --help shows for the default). More flags, on output and single rows: options.py.
 
 
 @dataclass(kw_only=True)
@@ -99,17 +104,6 @@ class AlgorithmOptions:
 
 
 @dataclass(kw_only=True)
-class FriendOptions:
-    _argument_group_name = "what single rows need"
-    reward_noise: str = option("0,0", "ρ⁺,ρ⁻: flip this share of the verifier's verdicts on wrong and on right answers")
-    noise_rates: str | None = option(None, "ρ⁺,ρ⁻ that noise-corrected-grpo assumes", "those of --reward-noise")
-    calibrate: int = option(0, "train nothing: estimate ρ⁺ and ρ⁻ of the verifier from this many answers of --model")
-    step_reward: str | None = option(None, "module:function of your own, called like --reward, returns the share of "
-                                     "leading steps that are right (sgpo)", "leading digits, for addition only")
-    refills: int = option(4, "how often dapo may replace groups without a contrast in one batch")
-
-
-@dataclass(kw_only=True)
 class StalenessOptions:
     _argument_group_name = "off-policyness"
     sync_interval: int = option(1, "I: training steps between two refreshes of the sampler's weights")
@@ -136,31 +130,6 @@ class TrainingOptions:
                          "cache), fast (the same, faster), paged (continuous batching), auto = the fastest right one")
     gradient_checkpointing: bool = option(False, "keep one activation a layer, recompute the rest: less memory")
     shard: bool = option(False, "with torchrun: split weights, gradients and optimizer state over processes (FSDP2)")
-
-
-@dataclass(kw_only=True)
-class OutputOptions:
-    _argument_group_name = "evaluation and output"
-    eval_every: int = option(20, "steps between evaluations; step 0 and the last step always evaluate")
-    eval_samples: int = option(4, "sampled answers per evaluation question")
-    eval_only: bool = option(False, "evaluate --model, train nothing")
-    save_every: int = option(50, "steps between checkpoints")
-    out: str | None = option(None, "run directory", "runs/<algorithm>-<task>-<staleness>-seed<seed>")
-    resume: bool = option(False, "continue the run in --out from its last checkpoint")
-    overwrite: bool = option(False, "replace the run in --out")
-    config: str | None = option(None, "a file of flags, such as a run's config.json; the command line wins", "none")
-    compare: str | None = option(None, "train several rows, comma-separated, from one base and overlay them", "none")
-    dry_run: bool = option(False, "train nothing: print steps, tokens and memory; status 3 where it does not fit")
-    device_memory: float | None = option(None, "GiB of the CUDA device that --dry-run plans for", "this machine's")
-    map: str | None = option(None, "train nothing: draw 06_family.png, the map of all rows, into this folder", "none")
-    exercise: int = option(0, "train nothing: ask question 1, 2 or 3 on reading a run; --answer is yours")
-    answer: str | None = option(None, "your answer to --exercise", "none")
-    log_tokens: int = option(8, "prompts whose responses tokens.jsonl holds, token by token, where a step evaluates")
-    report: str | None = option(None, "train nothing: RUN, or RUN1,RUN2: write the run's report.html, every token's "
-                                "M·W·A in it", "none")
-    tensorboard: bool = option(False, "also write the metrics for TensorBoard, into <out>/tensorboard")
-    cache_dir: str = option(str(pathlib.Path(__file__).resolve().parent / "cache"), "where the built-in model is kept",
-                            "cache, beside this file")
 
 
 GROUPS = (ModelOptions, AlgorithmOptions, FriendOptions, StalenessOptions, TrainingOptions, OutputOptions)
@@ -205,12 +174,23 @@ class Algorithm:
     graded: bool = False                # rewards: an all-wrong group is graded by its right leading steps (SGPO)
     source: str = ""
 
+    def __post_init__(self):
+        for field, choices in CHOICES.items():
+            if getattr(self, field) not in choices:
+                raise ValueError(f"{field} must be one of {', '.join(choices)}, not {getattr(self, field)!r}")
+
+
+CHOICES = {"baseline": ("group", "leave-one-out", "batch", "virtual", "hinted"),
+           "shaping": ("none", "drop", "weight", "adaptive-weight"), "clip": ("none", "one_side", "two_side", "ring"),
+           "level": ("token", "sequence", "trajectory"), "weight": ("one", "ratio", "ratio-if-worse", "capped-mean"),
+           "aggregation": ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant")}
 
 PAPER = "arXiv 2509.24203"
 REC = {  # REINFORCE, and clipping it. IS: W = ρ; NoIS: W = 1
     "reinforce": Algorithm(source="Williams 1992, with the group mean as baseline"),
     "reinforce-is": Algorithm(weight="ratio", source="unclipped token-level importance sampling"),
-    "grpo": Algorithm(std_normalize=True, clip="one_side", weight="ratio", source="arXiv 2402.03300, no KL term"),
+    "grpo": Algorithm(std_normalize=True, clip="one_side", weight="ratio",
+                      source="arXiv 2402.03300, no KL term, token mean"),
     "rec-oneside-is": Algorithm(clip="one_side", weight="ratio", source=PAPER),
     "rec-oneside-nois": Algorithm(clip="one_side", source=PAPER),
     "rec-twoside-is": Algorithm(clip="two_side", weight="ratio", source=PAPER),
@@ -244,7 +224,8 @@ FRIENDS = {  # these differ in A, M, W or N alone. Our reading where a paper lea
     "tis": Algorithm(weight="ratio", weight_cap=2.0, source="truncated importance sampling, Ionides 2008"),
     "topr": Algorithm(level="trajectory", weight="ratio-if-worse", weight_cap=1.0, aggregation="seq-mean-token-sum",
                       source="arXiv 2503.14286"),
-    "reinforce-plus-plus": Algorithm(baseline="batch", clip="one_side", weight="ratio", source="arXiv 2501.03262"),
+    "reinforce-plus-plus": Algorithm(baseline="batch", std_normalize=True, clip="one_side", weight="ratio",
+                                     source="arXiv 2501.03262"),
     "ngrpo": Algorithm(baseline="virtual", clip="one_side", eps_low=0.16, eps_high=0.24, weight="ratio",
                        source="arXiv 2509.18851"),
     "tic-grpo": Algorithm(std_normalize=True, per_token_reward=True, level="trajectory", weight="ratio", weight_cap=1.2,
@@ -282,7 +263,8 @@ def chosen_algorithm(config: Config) -> Algorithm:
 
 # %% 3. --------------------------------------------------------------------------------------------------- the equation
 
-# A, the advantages. Copies from lessons 02, 04 and 05, which explain them; a test holds them equal.
+# A, the advantage. This function and clip_mask are copies from lessons 02 and 04, which explain them; a test holds them
+# equal. The others of sections 3 and 4 that say so come from lessons 04 and 05.
 
 
 def group_advantages(rewards, *, leave_one_out=False, std_normalize=False, eps=1e-6):
@@ -301,67 +283,15 @@ def group_advantages(rewards, *, leave_one_out=False, std_normalize=False, eps=1
     return torch.where(flat, 0.0, advantages)
 
 
-def red_drop(rewards, *, generator=None):
-    """RED-Drop: (advantages, keep) with random surplus negatives dropped, (..., K); lesson 05."""
-    if rewards.shape[-1:] < (2,) or not rewards.isfinite().all():
-        raise ValueError("need finite rewards (..., K), K ≥ 2 responses to one prompt; got shape "
-                         f"{tuple(rewards.shape)}")
-    # r_i − r̄ as the mean of r_i − r_j over j: equal rewards differ by exactly 0 in any precision, while the float32
-    # mean of seven times 0.1 is larger than 0.1. A reward AT the mean is positive, so rounding must not decide that.
-    rewards = 1.0 * rewards
-    difference = rewards.unsqueeze(-1) - rewards.unsqueeze(-2)
-    rounding = 4 * torch.finfo(rewards.dtype).eps * rewards.abs().amax(-1, keepdim=True)
-    positive = difference.mean(-1) >= -rounding
-    # A random rank for each negative, 0, 1, …, with the positives behind them: rank < number of positives may stay.
-    device = rewards.device if generator is None else generator.device
-    noise = torch.rand(rewards.shape, generator=generator, device=device).to(rewards.device)
-    rank = noise.masked_fill(positive, 2.0).argsort(-1).argsort(-1)
-    keep = positive | (rank < positive.sum(-1, keepdim=True))
-    from_kept = torch.where(keep.unsqueeze(-2), difference, 0.0).sum(-1) / keep.sum(-1, keepdim=True)
-    return torch.where(keep, from_kept, 0.0), keep
-
-
-def red_weight(advantages, *, temperature=1.0):
-    """RED-Weight: exp(A/T), (..., K) → (..., K); lesson 05."""
-    weights = (advantages / temperature).exp()
-    if not (0 < temperature < math.inf and weights.isfinite().all()):
-        raise ValueError("need finite advantages and 0 < T < ∞, large enough that exp(A/T) is finite; "
-                         f"got T = {temperature}")
-    return weights
-
-
-def shaped_advantages(rewards, lengths, *, algorithm: Algorithm, generator=None, noise_rates=(0.0, 0.0), number=1):
-    """A of the row: (P, K) rewards and response lengths → (P, K) advantages, with RED's dropping or weighting put in.
-
-    noise_rates: (ρ⁺, ρ⁻) that correct_noise undoes; number: which batch of the run this is, for ICPO's decaying bonus.
-    """
-    if rewards.isnan().any():  # responses that the verifier could not judge
-        return friends.advantages_of_scored(shaped_advantages, rewards, lengths, algorithm=algorithm,
-                                            generator=generator, noise_rates=noise_rates, number=number)
-    rewards, advantages = friends.friendly_advantages(rewards, lengths, algorithm=algorithm, number=number,
-                                                      noise_rates=noise_rates)
-    if advantages is not None:  # a row with a baseline of its own
-        return advantages
-    if algorithm.shaping == "drop":
-        return red_drop(rewards, generator=generator)[0]
-    if algorithm.baseline == "batch":  # one group, the whole batch
-        return group_advantages(rewards.reshape(-1), std_normalize=True).view(rewards.shape)
-    advantages = group_advantages(rewards, leave_one_out=algorithm.baseline == "leave-one-out",
-                                  std_normalize=algorithm.std_normalize)
-    if algorithm.shaping == "weight":
-        advantages = advantages * red_weight(advantages, temperature=algorithm.weight_temperature)
-    if algorithm.shaping == "adaptive-weight":
-        for group, length in zip(advantages, lengths):
-            if temperature := adaptive_temperature(group, length):
-                group *= red_weight(group, temperature=temperature)
-    return advantages
-
-
-# M, W and N.
+# M, the mask; W, the weight; N, the mean.
 
 
 def clip_mask(ratio, advantages, *, clip, eps_low=0.2, eps_high=0.2, outer_low=0.6, outer_high=2.0):
-    """M: True where a token takes part in the update, False where it has moved too far; lesson 04."""
+    """M: True where a token takes part in the update, False where it has moved too far; lesson 04.
+
+    one_side: it already went where its advantage pushes it. two_side: it went too far either way. ring: as two_side, but
+    far out on the side from which its advantage pushes it back (ρ ≤ 1 − outer_low, ρ ≥ 1 + outer_high) it is kept again.
+    """
     bounds = eps_low >= 0 and eps_high >= 0 and (clip != "ring" or (outer_low > eps_low and outer_high > eps_high))
     if not (clip in ("none", "one_side", "two_side", "ring") and bounds and advantages.dim() in (0, ratio.dim())):
         raise ValueError("need clip none, one_side, two_side or ring, eps ≥ 0 (below outer_* for a ring), and "
@@ -382,20 +312,20 @@ def clip_mask(ratio, advantages, *, clip, eps_low=0.2, eps_high=0.2, outer_low=0
 
 
 def policy_ratio(log_ratio, mask, *, level: str):
-    """ρ that masks and weighs a token, detached, (B, T): the token's own, or one for all tokens of the response."""
+    """ρ of each token, detached, (B, T): its own, or one for all tokens of the response. log_ratio is 0 on padding."""
     log_ratio = log_ratio.detach()
     if level != "token":
         log_ratio = log_ratio.sum(1, keepdim=True).expand(mask.shape)
     if level == "sequence":
         log_ratio = log_ratio / mask.sum(1, keepdim=True).clamp(min=1)
-    return log_ratio.clamp(-20, 20).exp()
+    return log_ratio.clamp(-20, 20).exp()  # finite in float32, whatever comes
 
 
 def importance_weight(ratio, log_ratio, advantages, mask, *, algorithm: Algorithm):
     """W of the row, detached, (B, T), or 1."""
     if algorithm.weight == "one":
         return 1.0
-    if algorithm.weight == "capped-mean":  # geometric mean of ratios, each bounded on clip_mask's side
+    if algorithm.weight == "capped-mean":  # a geometric mean; each ratio is bounded where one_side stops it
         above, below = math.log1p(algorithm.eps_high), math.log(max(1 - algorithm.eps_low, 1e-9))
         bounded = torch.where(advantages > 0, log_ratio.clamp(max=above), log_ratio.clamp(min=below))
         return policy_ratio(bounded, mask, level="sequence")
@@ -438,9 +368,11 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, *, algorithm, eps_low=
                 outer_high=None, tau=None, beta=None, weights=None, constant=None, hinted=None):
     """The one equation. Returns (loss, metrics): a scalar to minimise, and token means as 0-d tensors.
 
+    With clip "one_side" and W = ρ its gradient is that of PPO's min(ρA, clip(ρ)A), written with log π and a detached ρ.
+
     logprobs, old_logprobs, mask: (B, T); advantages: (B,) or (B, T); algorithm: a row or its name, which eps_low …
     beta override. weights: (B, T) from token_weights, when it is a part of a larger batch; by default it is the whole.
-    constant: see token_weights. hinted: (B,) responses sampled under another prompt, whose W is π/(π + λ), unclipped.
+    constant: see token_weights. hinted: (B,) responses sampled under another prompt, see friends.weigh_hints.
     Positions where mask is False may hold anything, NaN too: they are cut out before any arithmetic.
     """
     row = find_algorithm(algorithm, eps_low=eps_low, eps_high=eps_high, outer_low=outer_low, outer_high=outer_high,
@@ -452,9 +384,7 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, *, algorithm, eps_low=
                      outer_low=row.outer_low, outer_high=row.outer_high)
     weight = importance_weight(ratio, log_ratio, advantages, mask, algorithm=row)
     if hinted is not None:
-        keep = keep | hinted[:, None]
-        smoothed = hint_weight(logprobs.detach().exp(), smoothing=row.hint_smoothing)
-        weight = torch.where(hinted[:, None], smoothed, weight)
+        keep, weight = friends.weigh_hints(keep, weight, logprobs, hinted, algorithm=row)
     per_token = -torch.where(keep, weight * advantages, 0.0) * logprobs  # − M·W·A·log π
     per_token = per_token + row.tau / 2 * log_ratio**2 - row.beta * log_ratio  # + R
     if weights is None:
@@ -472,7 +402,65 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, *, algorithm, eps_low=
     return loss, metrics
 
 
-# %% 4. ---------------------------------------------------------------------------------------------------- the model
+# %% 4. ------------------------------------------------------------------------------------------------------ shaping
+
+
+def red_drop(rewards, *, generator=None):
+    """RED-Drop: (advantages, keep) with random surplus negatives dropped, (..., K); lesson 05."""
+    if rewards.shape[-1:] < (2,) or not rewards.isfinite().all():
+        raise ValueError("need finite rewards (..., K), K ≥ 2 responses to one prompt; got shape "
+                         f"{tuple(rewards.shape)}")
+    # r_i − r̄ as the mean of r_i − r_j over j: equal rewards differ by exactly 0 in any precision, while the float32
+    # mean of seven times 0.1 is larger than 0.1. A reward AT the mean is positive, so rounding must not decide that.
+    rewards = 1.0 * rewards
+    difference = rewards.unsqueeze(-1) - rewards.unsqueeze(-2)
+    rounding = 4 * torch.finfo(rewards.dtype).eps * rewards.abs().amax(-1, keepdim=True)
+    positive = difference.mean(-1) >= -rounding
+    # A random rank for each negative, 0, 1, …, with the positives behind them: rank < number of positives may stay.
+    device = rewards.device if generator is None else generator.device
+    noise = torch.rand(rewards.shape, generator=generator, device=device).to(rewards.device)
+    rank = noise.masked_fill(positive, 2.0).argsort(-1).argsort(-1)
+    keep = positive | (rank < positive.sum(-1, keepdim=True))
+    from_kept = torch.where(keep.unsqueeze(-2), difference, 0.0).sum(-1) / keep.sum(-1, keepdim=True)
+    return torch.where(keep, from_kept, 0.0), keep
+
+
+def red_weight(advantages, *, temperature=1.0):
+    """RED-Weight: exp(A/T), (..., K) → (..., K); lesson 05."""
+    weights = (advantages / temperature).exp()
+    if not (0 < temperature < math.inf and weights.isfinite().all()):
+        raise ValueError("need finite advantages and 0 < T < ∞, large enough that exp(A/T) is finite; "
+                         f"got T = {temperature}")
+    return weights
+
+
+def shaped_advantages(rewards, lengths, *, algorithm: Algorithm, generator=None, noise_rates=(0.0, 0.0), number=1):
+    """A of the row: (P, K) rewards and response lengths → (P, K) advantages, with RED's dropping or weighting put in.
+
+    noise_rates: (ρ⁺, ρ⁻) that correct_noise undoes; number: which batch of the run this is, for ICPO's decaying bonus.
+    """
+    if rewards.isnan().any():  # responses that the verifier could not judge
+        return friends.advantages_of_scored(shaped_advantages, rewards, lengths, algorithm=algorithm,
+                                            generator=generator, noise_rates=noise_rates, number=number)
+    rewards = friends.prepare_rewards(rewards, lengths, algorithm=algorithm, noise_rates=noise_rates)
+    if algorithm.baseline in friends.BASELINES:  # a baseline of the row's own
+        return friends.BASELINES[algorithm.baseline](rewards, number)
+    if algorithm.shaping == "drop":
+        return red_drop(rewards, generator=generator)[0]
+    if algorithm.baseline == "batch":  # one group, the whole batch
+        return group_advantages(rewards.reshape(-1), std_normalize=algorithm.std_normalize).view(rewards.shape)
+    advantages = group_advantages(rewards, leave_one_out=algorithm.baseline == "leave-one-out",
+                                  std_normalize=algorithm.std_normalize)
+    if algorithm.shaping == "weight":
+        advantages = advantages * red_weight(advantages, temperature=algorithm.weight_temperature)
+    if algorithm.shaping == "adaptive-weight":
+        for group, length in zip(advantages, lengths):
+            if temperature := adaptive_temperature(group, length):
+                group *= red_weight(group, temperature=temperature)
+    return advantages
+
+
+# %% 5. ---------------------------------------------------------------------------------------------------- the model
 
 
 def completion_mask(tokens, *, eos_ids):
@@ -496,7 +484,7 @@ def generate(model, prompt, prompt_mask, *, group_size: int, max_new_tokens: int
     """
     new, seen, cache = prompt.repeat_interleave(group_size, 0), prompt_mask.repeat_interleave(group_size, 0), None
     running, steps = torch.ones(len(new), 1, dtype=torch.bool, device=new.device), []
-    while len(steps) < max_new_tokens and running.any():
+    while len(steps) < max_new_tokens and running.any():  # new: tokens that the model has yet to read; seen: attention
         output = model(**model_inputs(model, new, seen, cache, use_cache=use_cache))
         scores = torch.log_softmax(output.logits[:, -1].float() / (temperature or 1.0), -1)
         if scores.isnan().any():
@@ -539,13 +527,14 @@ def logprobs_fn(model, config):
     return model.token_logprobs if parallel.is_sharded(model) else functools.partial(ENGINES[config.engine][1], model)
 
 
-# %% 5. ---------------------------------------------------------------------------------------------------- staleness
+# %% 6. ---------------------------------------------------------------------------------------------------- staleness
 
 
 def rollout_version(step, *, sync_interval, sync_offset):
     """v(n) = I·max(0, ⌊(n−m−1)/I⌋): updates that the sampler's weights had seen for the batch of step n, from 1.
 
-    I = sync_interval: the sampler is refreshed after every I steps (None: never); m = sync_offset: m batches ahead.
+    I = sync_interval: the sampler is refreshed after every I steps (None: never, --offline); m = sync_offset: it works
+    m batches ahead. `train` does not ask this formula: its queue makes it so, and a test holds the two equal.
     """
     if sync_interval is None:
         return 0
@@ -557,7 +546,7 @@ def staleness(step, *, sync_interval, sync_offset):
     return step - 1 - rollout_version(step, sync_interval=sync_interval, sync_offset=sync_offset)
 
 
-# %% 6. ----------------------------------------------------------------------------------------------------- training
+# %% 7. ----------------------------------------------------------------------------------------------------- training
 
 
 @dataclass
@@ -610,41 +599,44 @@ def collect(model, tokenizer, examples, config: Config, *, version, generator, a
     return Rollout(prompt, prompt_mask, tokens, mask, logprobs, rewards, ~ended, version, samples, hinted, number)
 
 
-def train_step(model, optimizer, batch: Rollout, config: Config, *, algorithm: Algorithm, generator, sample=None, passes=None):
+def train_step(model, optimizer, batch: Rollout, config: Config, *, algorithm, generator, sample=None, passes=None):
     """One optimizer step on one batch, in micro-batches whose gradients add up to the whole batch's. Returns metrics.
 
     Advantages and denominators belong to the whole batch, wherever its parts were sampled: a mean of the processes' own
     means would weigh the tokens of short responses more. sample: for a second batch, see friends.extra_gradient.
     passes: a list to fill with what each pass knows of its tokens, for report.token_lines.
     """
-    sharded, lengths = parallel.is_sharded(model), batch.mask.sum(1).view_as(batch.rewards)
-    token_logprobs = logprobs_fn(model, config)
-    all_rewards, all_lengths = parallel.gather(batch.rewards), parallel.gather(lengths)
+    lengths, token_logprobs = batch.mask.sum(1).view_as(batch.rewards), logprobs_fn(model, config)
+    all_rewards, all_lengths = parallel.gather(batch.rewards), parallel.gather(lengths)  # of all processes, (P, K)
     try:
         advantages = shaped_advantages(all_rewards, all_lengths, algorithm=algorithm, generator=generator,
                                        noise_rates=friends.noise_rates(config), number=batch.number)
     except ValueError as error:
         raise UserError(f"{config.algorithm} cannot use these rewards: {one_line(error)}") from error
-    advantages, total = advantages.chunk(parallel.size())[parallel.rank()], all_lengths.sum()
+    advantages, total = parallel.own_part(advantages), all_lengths.sum()
     weights = token_weights(batch.mask, aggregation=algorithm.aggregation, tokens=total,
                             sequences=int((all_lengths > 0).sum()), constant=config.max_new_tokens)
     sums, all_logprobs = Counter(), torch.zeros_like(batch.old_logprobs)
     optimizer.zero_grad()
+    # A pass over some prompts. with_gradient is False where no advantage is left; counts is 0 for a pass that only
+    # keeps step with other processes.
     for (prompts, rows, width, with_gradient), counts in micro_batches(model, batch, advantages, config, algorithm):
         mask, old_logprobs = batch.mask[rows, :width], batch.old_logprobs[rows, :width]
         with torch.set_grad_enabled(with_gradient), autocast(config, mask.device):
             logprobs, entropy = token_logprobs(batch.prompt[prompts], batch.tokens[rows, :width], mask=mask,
                                                prompt_mask=batch.prompt_mask[prompts], temperature=config.temperature)
-        part_advantages = friends.token_advantages(advantages[prompts], batch.rewards[prompts], logprobs - old_logprobs,
-                                                   entropy, mask, algorithm=algorithm)
+        part_advantages = advantages[prompts].flatten()  # (P, K) → (B,)
+        if algorithm.process_weight is not None:
+            part_advantages = friends.token_advantages(advantages[prompts], batch.rewards[prompts],
+                                                       logprobs - old_logprobs, entropy, mask, algorithm=algorithm)
         loss, metrics = policy_loss(logprobs, old_logprobs, part_advantages, mask, algorithm=algorithm,
                                     weights=weights[rows, :width] * counts,
                                     hinted=None if batch.hinted is None else batch.hinted[rows])
         if passes is not None and counts:
             passes.append((rows, logprobs.detach(), entropy, part_advantages, weights[rows, :width]))
         if with_gradient:
-            (loss * parallel.size() if sharded else loss).backward()  # sharded gradients are averaged
-        share = counts * mask.sum() / total
+            parallel.scale(loss, model).backward()
+        share = counts * mask.sum() / total  # token means of the parts add up to those of the batch
         sums.update({"loss": loss.detach(), "entropy": counts * entropy.sum() / total,
                      **{name: share * value for name, value in metrics.items()}})
         all_logprobs[rows, :width] = logprobs.detach()
@@ -734,7 +726,7 @@ def try_loss(config: Config) -> None:
 
 
 def main(argv=None) -> None:
-    try:
+    with said_in_one_line():  # what the user can put right, and a run that ended early
         config = options.parse_arguments(Config, GROUPS, __doc__, METRICS, argv)
         options.validate(config, ALGORITHMS, try_loss)
         if config.exercise:
@@ -756,22 +748,6 @@ def main(argv=None) -> None:
         name = f"{config.algorithm}-{pathlib.Path(config.task).stem}-{setting}-seed{config.seed}"
         config.out = config.out or f"runs/{name}"
         comparison.print_result(train(config), config)
-    except (UserError, FloatingPointError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except RunStopped as error:
-        print(f"stopped: {error}", file=sys.stderr)
-        sys.exit(1)
-    except RuntimeError as error:
-        if parallel.size() == 1:
-            raise
-        print(f"stopped: another process failed, see its message ({one_line(error)})", file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        print("stopped at once; --resume continues from the last checkpoint, if there is one", file=sys.stderr)
-        sys.exit(130)
-    finally:
-        parallel.stop()
 
 
 if __name__ == "__main__":

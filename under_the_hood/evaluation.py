@@ -69,8 +69,8 @@ def evaluate(collect, model, tokenizer, task, config, *, first=False) -> dict:
     restore_random(before)  # a reward may have drawn from the global generators
     sampled, greedy = (parallel.gather(torch.cat(part)).cpu().double() for part in (sampled, greedy))
     if first and parallel.gather(torch.cat(truncated)).mean() > 0.9:
-        parallel.print_rank0(f"more than 90 % of the answers are cut off at --max-new-tokens {config.max_new_tokens}. Raise "
-                             "it; a chat model that thinks first may need --chat-template-kwargs "
+        parallel.print_rank0(f"more than 90 % of the answers are cut off at --max-new-tokens {config.max_new_tokens}. "
+                             "Raise it; a chat model that thinks first may need --chat-template-kwargs "
                              "'{\"enable_thinking\": false}' or a --system-prompt")
     metrics = {}
     for name, values in (("accuracy", sampled.nanmean(1)), ("greedy", greedy[:, 0])):

@@ -1,7 +1,8 @@
 """What single rows of the family do beside the one equation: to rewards, to data, to advantages, and by a second batch.
 
-06 calls these: training_rewards (in collect), training_batch (in train), friendly_advantages, token_advantages and
-extra_gradient (in train_step). For a row that needs nothing they change nothing.
+06 calls these, and for a row that needs nothing they change nothing: training_rewards (in collect), training_batch (in
+train), prepare_rewards and BASELINES (in shaped_advantages), weigh_hints (in policy_loss), token_advantages and
+extra_gradient (in train_step).
 """
 
 import math
@@ -210,18 +211,12 @@ def advantages_of_scored(shaped_advantages, rewards, lengths, *, algorithm, **op
     return advantages
 
 
-def friendly_advantages(rewards, lengths, *, algorithm, number: int, noise_rates):
-    """(rewards, advantages), both (P, K): the rewards as the row prepares them; None where 06's baselines apply."""
+def prepare_rewards(rewards, lengths, *, algorithm, noise_rates):
+    """What a row makes of the rewards before its baseline, (P, K): undo the verifier's errors, divide by the length."""
     if algorithm.correct_noise:
         rewards = noise_corrected_rewards(rewards, false_positive_rate=noise_rates[0],
                                           false_negative_rate=noise_rates[1])
-    if algorithm.per_token_reward:
-        rewards = rewards / lengths
-    if algorithm.baseline == "virtual":  # max: the user's own reward may exceed 1
-        return rewards, ngrpo_advantages(rewards, max_reward=max(1.0, rewards.max().item()))
-    if algorithm.baseline == "hinted":
-        return rewards, icpo_advantages(rewards[:, :-1], rewards[:, -1], step=number - 1)
-    return rewards, None
+    return rewards / lengths if algorithm.per_token_reward else rewards
 
 
 def ngrpo_advantages(rewards, *, max_reward=1.0, eps=1e-6):
@@ -251,9 +246,22 @@ def icpo_advantages(plain_rewards, hinted_reward, *, step, decay=400, eps=1e-6):
     return torch.where(informative_groups(pool).unsqueeze(-1), advantages, 0.0)
 
 
+# Baselines of single rows: (P, K) rewards and the number of the batch → (P, K) advantages.
+BASELINES = {
+    "virtual": lambda rewards, number: ngrpo_advantages(rewards, max_reward=max(1.0, rewards.max().item())),
+    "hinted": lambda rewards, number: icpo_advantages(rewards[:, :-1], rewards[:, -1], step=number - 1),
+}
+
+
 def hint_weight(probs, *, smoothing=0.1):
     """ICPO's W = x/(x + λ) of hinted tokens; lesson 05 explains it."""
     return probs / (probs + smoothing)
+
+
+def weigh_hints(keep, weight, logprobs, hinted, *, algorithm):
+    """ICPO: M and W with the hinted responses, (B,), never clipped and weighed by π/(π + λ)."""
+    smoothed = hint_weight(logprobs.detach().exp(), smoothing=algorithm.hint_smoothing)
+    return keep | hinted[:, None], torch.where(hinted[:, None], smoothed, weight)
 
 
 def token_advantages(advantages, rewards, log_ratio, entropy, mask, *, algorithm):

@@ -7,7 +7,7 @@ import math
 import os
 import pathlib
 import sys
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from under_the_hood.answers import load_reward
 from under_the_hood.errors import UserError, one_line, require
@@ -20,6 +20,42 @@ def option(default, help: str, shown: str | None = None):
     """A dataclass field whose --help text ends with its default, or with `shown`: what an empty default stands for."""
     shown = shown or ("off" if default is False else default)
     return field(default=default, metadata={"help": f"{help} (default {shown})"})
+
+
+@dataclass(kw_only=True)
+class FriendOptions:
+    _argument_group_name = "what single rows need"
+    reward_noise: str = option("0,0", "ρ⁺,ρ⁻: flip this share of the verifier's verdicts on wrong and on right answers")
+    noise_rates: str | None = option(None, "ρ⁺,ρ⁻ that noise-corrected-grpo assumes", "those of --reward-noise")
+    calibrate: int = option(0, "train nothing: estimate ρ⁺ and ρ⁻ of the verifier from this many answers of --model")
+    step_reward: str | None = option(None, "module:function of your own, called like --reward, returns the share of "
+                                     "leading steps that are right (sgpo)", "leading digits, for addition only")
+    refills: int = option(4, "how often dapo may replace groups without a contrast in one batch")
+
+
+@dataclass(kw_only=True)
+class OutputOptions:
+    _argument_group_name = "evaluation and output"
+    eval_every: int = option(20, "steps between evaluations; step 0 and the last step always evaluate")
+    eval_samples: int = option(4, "sampled answers per evaluation question")
+    eval_only: bool = option(False, "evaluate --model, train nothing")
+    save_every: int = option(50, "steps between checkpoints")
+    out: str | None = option(None, "run directory", "runs/<algorithm>-<task>-<staleness>-seed<seed>")
+    resume: bool = option(False, "continue the run in --out from its last checkpoint")
+    overwrite: bool = option(False, "replace the run in --out")
+    config: str | None = option(None, "a file of flags, such as a run's config.json; the command line wins", "none")
+    compare: str | None = option(None, "train several rows, comma-separated, from one base and overlay them", "none")
+    dry_run: bool = option(False, "train nothing: print steps, tokens and memory; status 3 where it does not fit")
+    device_memory: float | None = option(None, "GiB of the CUDA device that --dry-run plans for", "this machine's")
+    map: str | None = option(None, "train nothing: draw 06_family.png, the map of all rows, into this folder", "none")
+    exercise: int = option(0, "train nothing: ask question 1, 2 or 3 on reading a run; --answer is yours")
+    answer: str | None = option(None, "your answer to --exercise", "none")
+    log_tokens: int = option(8, "prompts whose responses tokens.jsonl holds, token by token, where a step evaluates")
+    report: str | None = option(None, "train nothing: RUN, or RUN1,RUN2: write the run's report.html, every token's "
+                                "M·W·A in it", "none")
+    tensorboard: bool = option(False, "also write the metrics for TensorBoard, into <out>/tensorboard")
+    cache_dir: str = option(str(pathlib.Path(__file__).resolve().parent.parent / "cache"),
+                            "where the built-in model is kept", "cache, beside 06")
 
 
 def validate(config, algorithms: dict, try_loss) -> None:
@@ -93,8 +129,8 @@ def validate(config, algorithms: dict, try_loss) -> None:
             "06_full_llm_training.py …")
     second_batch = [name for name in rows if algorithms[name].entropy_target or config.entropy_target]
     require(not (config.shard and second_batch),
-            f"{', '.join(second_batch)}: steering the entropy samples from the policy in every step, which --shard does "
-            "not offer; leave one of them out")
+            f"{', '.join(second_batch)}: steering the entropy samples from the policy in every step, which --shard "
+            "does not offer; leave one of them out")
     try:
         pick_device(config.device)
         for function in filter(None, (config.reward, config.step_reward)):

@@ -104,6 +104,11 @@ def gather(tensor):
     return torch.cat([part[: int(count)] for part, count in zip(parts, counts)])
 
 
+def own_part(tensor):
+    """This process's rows of what gather made."""
+    return tensor.chunk(size())[rank()]
+
+
 def gather_objects(item) -> list:
     """What each process holds, rank after rank."""
     if size() == 1:
@@ -144,6 +149,11 @@ def add_gradients(parameters, *, bucket: int = 2**25) -> None:
             for g, part in zip(waiting, flat.split([g.numel() for g in waiting])):
                 g.copy_(part.view_as(g))
             waiting, count = [], 0
+
+
+def scale(loss, model):
+    """The loss to differentiate: gradients of sharded weights are averaged over the processes; a sum is wanted."""
+    return loss * size() if is_sharded(model) else loss
 
 
 def clip_gradients(model, most: float):
