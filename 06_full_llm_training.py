@@ -52,7 +52,8 @@ import under_the_hood  # noqa: F401 (before torch: it says how torch's waiting t
 
 import torch
 
-from under_the_hood import comparison, evaluation, fast, friends, options, paged, parallel, pictures, plan, report
+from under_the_hood import (comparison, evaluation, export, fast, friends, options, paged, parallel, pictures, plan,
+                            report)
 from under_the_hood.answers import extract_answer, is_correct  # noqa: F401 (others import the two from here)
 from under_the_hood.batching import micro_batches
 from under_the_hood.engines import choose_engine, compute_gap
@@ -735,6 +736,8 @@ def main(argv=None) -> None:
             sys.exit(plan.dry_run(config, chosen_algorithm(config)))
         if config.report:
             return report.write_report(config.report, chosen_algorithm)
+        if config.export:
+            return export.export(config, chosen_algorithm(config))
         if config.map:
             weight = functools.partial(pictures.gradient_weight, policy_loss, red_weight, friends.token_advantages)
             return pictures.draw_map(config.map, FAMILIES, weight)

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """The rows of ALGORITHMS as policy losses and advantage estimators of verl, registered by their names there: our-<row>.
 
-verl keeps its engines, its Ray workers and its reward managers; two functions of tensors come from here. It imports this
-file in every process when VERL_USE_EXTERNAL_MODULES names it, and the file registers itself. Started by hand it prints
-the command that selects a row, with 06's flags in verl's words; that needs neither verl nor a GPU:
+verl keeps its engines, Ray workers and reward managers; two functions of tensors come from here. It imports this file
+in every process when VERL_USE_EXTERNAL_MODULES names it, and the file registers itself. Started by hand it prints the
+command that selects a row, with 06's flags in verl's words; that needs neither verl nor a GPU:
 
 Run:  python examples/with_verl.py --algorithm rec-oneside-nois --sync-interval 4 --model Qwen/Qwen2.5-0.5B-Instruct
 
@@ -99,15 +99,16 @@ def main(argv=None) -> None:
     try:
         config = options.parse_arguments(lm.Config, lm.GROUPS, __doc__, METRICS, argv)
         options.validate(config, lm.ALGORITHMS, lm.try_loss)
-        require(config.algorithm in ROWS, f"{config.algorithm} is more than A, M, W, R and N; here it would be another row")
+        require(config.algorithm in ROWS,
+                f"{config.algorithm} is more than A, M, W, R and N; here it would be another row")
         require(not (config.sync_offset or config.offline),
                 "verl's trainer samples and trains in turn: of 06's staleness it has --sync-interval")
         require(lm.chosen_algorithm(config) == ROWS[config.algorithm],
                 "--eps-low and the like change a row; in verl that is a line of your own in ROWS of this file")
         require(config.steps % config.sync_interval == 0,
                 f"--steps {config.steps} is no multiple of --sync-interval {config.sync_interval}")
-        require(config.model not in BUILT_IN, f"--model {config.model} is built in and no model for verl; name a hub model "
-                                              "or a directory")
+        require(config.model not in BUILT_IN,
+                f"--model {config.model} is built in and no model for verl; name a hub model or a directory")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
