@@ -277,7 +277,7 @@ def test_reinforce_plus_plus_with_one_group_is_grpo():
 @pytest.mark.parametrize("name, parent", [
     ("topr", "reinforce"), ("tis", "reinforce"), ("dr-grpo", "reinforce"),
     ("cispo", replaced("reinforce", std_normalize=True)), ("gmpo", "gspo"), ("gspo", "gmpo"), ("ngrpo", "ngrpo"),
-    ("reinforce-plus-plus", replaced("reinforce", baseline="batch")),
+    ("reinforce-plus-plus", replaced("reinforce", baseline="batch", std_normalize=True)),
 ])
 def test_on_fresh_data_masks_and_weights_do_nothing(name, parent):
     """ρ = 1 everywhere: what is left is the row's A and N."""
