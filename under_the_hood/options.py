@@ -53,8 +53,8 @@ class OutputOptions:
     log_tokens: int = option(8, "prompts whose responses tokens.jsonl holds, token by token, where a step evaluates")
     report: str | None = option(None, "train nothing: RUN, or RUN1,RUN2: write the run's report.html, every token's "
                                 "M·W·A in it", "none")
-    export: str | None = option(None, "train nothing: trinity writes row, staleness, model and questions for Trinity-RFT "
-                                "into --out", "none")
+    export: str | None = option(None, "train nothing: trinity writes row, staleness, model and questions for "
+                                "Trinity-RFT into --out", "none")
     tensorboard: bool = option(False, "also write the metrics for TensorBoard, into <out>/tensorboard")
     cache_dir: str = option(str(pathlib.Path(__file__).resolve().parent.parent / "cache"),
                             "where the built-in model is kept", "cache, beside 06")
