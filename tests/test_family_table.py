@@ -17,7 +17,7 @@ def columns(row):
     ratio = {"token": "ρ", "sequence": "s", "trajectory": "Πρ"}[row.level]
     reward = "r/len" if row.per_token_reward else "r̂" if row.correct_noise else "r"
     advantage = {"group": f"{reward} − mean", "leave-one-out": f"{reward} − mean of the others",
-                 "batch": f"({reward} − batch mean)/std", "virtual": f"({reward} − mean with a virtual 1)/std",
+                 "batch": f"{reward} − batch mean", "virtual": f"({reward} − mean with a virtual 1)/std",
                  "hinted": "(r + bonus − mean)/std"}[row.baseline]
     advantage = f"({advantage})/std" if row.std_normalize else advantage
     heat = "" if row.weight_temperature == 1 else f"/{number(row.weight_temperature)}"
