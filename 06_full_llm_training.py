@@ -290,8 +290,9 @@ def group_advantages(rewards, *, leave_one_out=False, std_normalize=False, eps=1
 def clip_mask(ratio, advantages, *, clip, eps_low=0.2, eps_high=0.2, outer_low=0.6, outer_high=2.0):
     """M: True where a token takes part in the update, False where it has moved too far; lesson 04.
 
-    one_side: it already went where its advantage pushes it. two_side: it went too far either way. ring: as two_side, but
-    far out on the side from which its advantage pushes it back (ρ ≤ 1 − outer_low, ρ ≥ 1 + outer_high) it is kept again.
+    one_side: it already went where its advantage pushes it. two_side: it went too far either way. ring: as two_side,
+    but far out where its advantage pushes it back (A > 0 and ρ ≤ 1 − outer_low, A < 0 and ρ ≥ 1 + outer_high) it is
+    kept again.
     """
     bounds = eps_low >= 0 and eps_high >= 0 and (clip != "ring" or (outer_low > eps_low and outer_high > eps_high))
     if not (clip in ("none", "one_side", "two_side", "ring") and bounds and advantages.dim() in (0, ratio.dim())):

@@ -33,8 +33,8 @@ EXERCISES = {
         "Nothing is ever clipped, though the largest ratio is 66: there is no clip. And kl_old, the distance from the "
         "sampler, grows without bound; rep-opmd's penalty would hold it. Accuracy falls below where it began."),
     2: (HOW_STALE, "4,2",
-        "Staleness rises by 1 a step and falls back every 4 steps: I = 4. Once the queue is full it never falls below 2, "
-        "since every batch waits behind two others: m = 2, and s runs from m to m + I − 1. The ratios spread with it, "
+        "Staleness rises by 1 a step and falls back every 4 steps: I = 4. Once the queue is full it never falls below "
+        "2, since every batch waits behind two others: m = 2, and s runs from m to m + I − 1. The ratios spread with it, "
         "so the clip works most just before a refresh."),
     3: (WHAT_WENT_WRONG, "kl_old",
         "Fresh data have staleness 0, so at step 1 every ratio must be 1, and kl_old and clip_fraction 0. Here the "
