@@ -74,3 +74,30 @@ def test_the_experts_auxiliary_loss_is_no_part_of_the_gradient():
 def test_a_longrope_model_ends_where_its_frequencies_change():  # D05
     model = architectures.build("Phi-3, longrope")
     assert models.context_length(model) == 12 and model.config.max_position_embeddings == 128
+
+
+def test_a_soft_cap_on_attention_is_kept_or_the_paged_engine_is_refused():  # D21
+    model, (tokenizer, task) = architectures.build("Gemma 2, soft caps"), architectures.character_examples()
+    config = lm.Config(engine="paged", group_size=3, max_new_tokens=6)
+    try:
+        chosen = architectures.engines.choose_engine(model, tokenizer, task, config, lm.ENGINES)
+    except architectures.UserError as error:
+        assert "paged" in str(error)
+    else:
+        assert architectures.engines.self_check(model, tokenizer, task, chosen, lm.ENGINES["paged"]) < 1e-3
+
+
+def test_the_self_check_meets_a_prompt_longer_than_the_sliding_window():
+    model, (tokenizer, task) = architectures.build("Mistral, sliding window"), architectures.character_examples()
+    found = list(architectures.engines.probes(model, tokenizer, task, lm.Config(max_new_tokens=6)))
+    assert len(found) == 2 and found[1][0].shape[1] > models.sliding_window(model) == 6
+    lengths = found[0][1].sum(1)
+    assert lengths.min() < lengths.max()  # and questions of unlike length
+
+
+def test_what_bfloat16_changes_is_a_metric_not_a_refusal():
+    model, (tokenizer, task) = architectures.build("Gemma 2, soft caps"), architectures.character_examples()
+    config = lm.Config(engine="fast", group_size=3, max_new_tokens=6, dtype="bfloat16")
+    found = architectures.engines.compute_gap(model, lm.logprobs_fn(model, config), tokenizer, task, config, lm.ENGINES["fast"])
+    assert 0 < found["compute_gap_mean"] < found["compute_gap_max"] < 0.5
+    assert architectures.engines.compute_gap(model, None, tokenizer, task, lm.Config(dtype="float32"), None) == {}
