@@ -15,7 +15,7 @@ import torch
 
 from under_the_hood.comparison import staleness_text
 from under_the_hood.errors import UserError, one_line, require
-from under_the_hood.friends import hint_weight
+from under_the_hood.friends import weigh_hints
 from under_the_hood.runs import METRICS, read_metrics, write_text
 
 PAGE = pathlib.Path(__file__).with_name("report_page.html")
@@ -33,7 +33,7 @@ def token_lines(passes, batch, tokenizer, config, algorithm, clean_tokens, polic
     questions = [tokenizer.decode(ids[mask], skip_special_tokens=True)
                  for ids, mask in zip(batch.prompt[:config.log_tokens], batch.prompt_mask.bool())] if passes else []
     for rows, logprobs, entropy, advantages, weights in passes:
-        width, hinted = logprobs.shape[1], None if batch.hinted is None else batch.hinted[rows, None]
+        width, hinted = logprobs.shape[1], None if batch.hinted is None else batch.hinted[rows]
         logprobs, old_logprobs, advantages, mask = clean_tokens(logprobs, batch.old_logprobs[rows, :width], advantages,
                                                                 batch.mask[rows, :width])
         advantages, log_ratio = advantages.expand(mask.shape), logprobs - old_logprobs
@@ -42,8 +42,7 @@ def token_lines(passes, batch, tokenizer, config, algorithm, clean_tokens, polic
                          outer_low=algorithm.outer_low, outer_high=algorithm.outer_high)
         weight = importance_weight(ratio, log_ratio, advantages, mask, algorithm=algorithm) * torch.ones_like(ratio)
         if hinted is not None:
-            keep, smoothed = keep | hinted, hint_weight(logprobs.exp(), smoothing=algorithm.hint_smoothing)
-            weight = torch.where(hinted, smoothed, weight)
+            keep, weight = weigh_hints(keep, weight, logprobs, hinted, algorithm=algorithm)
         columns = {"logprob": logprobs, "old_logprob": old_logprobs, "entropy": entropy, "ratio": ratio,
                    "advantage": advantages, "M": keep, "W": weight}
         wanted = [i for i, row in enumerate(rows.tolist()) if row < group * config.log_tokens and mask[i].any()]
