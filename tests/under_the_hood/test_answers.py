@@ -105,6 +105,7 @@ NUMBERS = [
     ("plain", "so 3*4=<<3*4=12>>12", "12"),
     ("plain", r"it is \frac{3}{4}.", "3/4"),
     ("plain", "8 apples in H2O, x^2", "8"),
+    ("plain", "8 apples, x^{2} and x_{1}", "8"),
     ("plain", "٣", NO_ANSWER),  # only 0-9 count as digits
     ("plain", "1" * 600, NO_ANSWER),  # no answer is this long
     ("plain", "no number", NO_ANSWER),
@@ -249,6 +250,7 @@ def test_what_may_follow_a_number(text):
 
 PARTS = [  # the numbers that such a reply holds, none of which is its answer
     ("D08", "2³", "2 3 23"), ("D08", "2π", "2"), ("D08", "2 π", "2"), ("D08", r"2\pi", "2"), ("D08", "2pi", "2"),
+    ("D08", "2πr", "2"),
     ("D08", "2√3", "2 3 23"), ("D08", r"2\sqrt{3}", "2 3"), ("D08", r"2 \sqrt3", "2 3"), ("D08", "2sqrt(3)", "2 3"),
     ("D08", "±5", "5 -5"), ("D08", r"\pm 5", "5 -5"), ("D08", "+/-5", "5 -5"), ("D08", "√5", "5"),
     ("D08", "-√5", "5 -5"),
@@ -266,8 +268,8 @@ PARTS = [  # the numbers that such a reply holds, none of which is its answer
     ("E14", "file_42", "42"), ("E14", "a_42_b", "42"),
 ]
 BEGINNINGS = ["5 - 3", "5 + x", "5 * 3", "2**3", "5 ÷ 2", "5 / x", "5(x+1)", "5 x", "5 < x", "3 : 4", "12-15",
-              "12 or 13", "12 to 15", "3 times 4", "12, 13", "12 and 13", "2 and 1/2", "2 and a half", "2 squared", "2xy",
-              "5 cos x",
+              "12 or 13", "12 to 15", "3 times 4", "12, 13", "12 and 13", "2 and 1/2", "2 and a half", "2 squared",
+              "2xy", "5 cos x",
               r"5\cdot 3", r"5 \text{ or } 6", "1e3.5", "**4**2", "5 7", "1..2"]
 
 
@@ -679,6 +681,7 @@ def test_symbolic_equal_without_math_verify(monkeypatch):
     (r"\boxed{1+x^2}", "x^2+1", 1), (r"\boxed{1-x^2}", "x^2+1", 0), ("#### 1+x^2", r"The answer is \boxed{x^2+1}.", 1),
     (r"\boxed{10^3}", "1000", 1), (r"\boxed{1000}", "10^3", 1), (r"\boxed{y = 2x+1}", "2x+1", 1),
     ("1+x^2", "x^2+1", 0),  # where an unmarked formula starts would be a guess
+    (r"\boxed{pairs}", "Paris", 0), (r"\boxed{silent}", "listen", 0),  # to algebra one product of letters
     (r"\boxed{\text{pairs}}", "Paris", 0), (r"\boxed{\text{Paris}}", "Paris", 1),
     (r"\boxed{1+x^2", "x^2+1", 0), (r"\boxed{}", "x", 0), ("#### x", r"\boxed{x", 0), (None, "x", 0),
     ("#### x", None, 0),
