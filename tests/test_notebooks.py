@@ -117,7 +117,8 @@ def test_a_lesson_runs_alone_and_shows_numbers_and_pictures(script, tmp_path):
     assert list(shown) == parts[1::2]
     for heading, code in zip(parts[1::2], parts[2::2]):
         text = "".join(output.get("text", "") for output in shown[heading])
-        assert re.search(r"(?m)^  .*: .*\d", text) and "  → " in text, f"{heading}: no number, or no meaning"
+        assert re.search(r"(?m)^  .*: .*\d", text), f"{heading}: no number"
+        assert ("  → " in text) == ("lesson.say(" in code), f"{heading}: what it means"
         pictures = sum("image/png" in output.get("data", {}) for output in shown[heading])
         assert pictures == len(re.findall(r"lesson\.save_figure\(", code)), f"{heading}: {pictures} pictures"
         assert "FAILED" not in text
