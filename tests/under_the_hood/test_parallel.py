@@ -18,6 +18,7 @@ import torch
 from conftest import ROOT, build_digit_tokenizer, build_model
 
 from under_the_hood import evaluation, fast, parallel, runs
+from under_the_hood.batching import split_batch
 from under_the_hood.friends import training_batch
 from under_the_hood.models import load_model
 from under_the_hood.runs import load_checkpoint
@@ -28,7 +29,7 @@ lm = importlib.import_module("06_full_llm_training")
 P, K, L, T, V = 4, 4, 3, 6, 40  # prompts of the whole batch, responses to each, and the widths
 ROWS = ("grpo", "gmpo", "dr-grpo", "reinforce-plus-plus", "red-drop", "rep-opmd", "ep-grpo", "icpo", "aepo")
 CLIPPED = {"max_grad_norm": 0.05}  # below the norms of this batch
-BUDGET = 30  # tokens in a pass: one long group, or two short ones
+BUDGET = 40  # tokens in a pass: one long group, or two short ones, also with a prompt for each response
 
 
 def joined_batch() -> lm.Rollout:
@@ -92,6 +93,16 @@ def optimizer_state(*, shard: bool) -> dict:
     return parallel.optimizer_state(optimizer)
 
 
+def lend_the_sampler():
+    """Does a sampler hold the sharded policy's weights inside policy_to_sample, and its own again behind it?"""
+    model, sampler = build_model("qwen2", vocab_size=V, seed=1), build_model("qwen2", vocab_size=V)
+    policys, own = ({name: weight.clone() for name, weight in m.state_dict().items()} for m in (model, sampler))
+    parallel.shard(model, fast.token_logprobs)
+    with parallel.policy_to_sample(model, sampler) as policy:
+        lent = policy is sampler and all(torch.equal(w, policys[name]) for name, w in sampler.state_dict().items())
+    return lent, all(torch.equal(weight, own[name]) for name, weight in sampler.state_dict().items())
+
+
 def questions(model, tokenizer, task, config, generator):
     """The first batch of a run, this process's share."""
     algorithm = lm.find_algorithm(config.algorithm)
@@ -122,6 +133,7 @@ def process(folder) -> None:
         found[f"clipped {shard}"] = one_step("grpo", share(joined_batch(), rank, 2), shard=shard,
                                              method=logprobs_in_small_chunks, **CLIPPED)
     found["optimizer"] = optimizer_state(shard=True)
+    found["lent"], found["given back"] = lend_the_sampler()
 
     tokenizer = build_digit_tokenizer()
     model = build_model("qwen2", vocab_size=len(tokenizer), eos_token_id=1, pad_token_id=0)
@@ -150,6 +162,14 @@ def found(tmp_path_factory):
     for status, output in processes.call_together(process, folder, folder=folder):
         assert status == 0, output
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("copies", [1, K], ids=["replicas", "shards"])
+def test_the_processes_need_one_pass_and_two(copies):
+    """Else the comparisons below would prove less: sharded processes must wait for each other."""
+    lengths = joined_batch().mask.sum(1).view(P, K)
+    for part, passes in ((lengths[:2], 1), (lengths[2:], 2)):
+        assert len(list(split_batch(part, L * copies, torch.ones(2), budget=BUDGET))) == passes
 
 
 def test_the_small_tools(found):
@@ -203,6 +223,10 @@ def test_only_rank_0_holds_the_whole_optimizer_state(found):
         assert all(torch.allclose(first[i][name], state[name]) for name in ("exp_avg", "exp_avg_sq"))
         assert first[i]["step"] == second[i]["step"] == 1
         assert second[i]["exp_avg"] is None and second[i]["exp_avg_sq"] is None
+
+
+def test_a_sharded_policy_samples_in_the_samplers_place_and_gives_it_back(found):
+    assert all(rank["lent"] and rank["given back"] for rank in found)
 
 
 @pytest.mark.parametrize("row", ["dapo", "icpo"])
@@ -276,7 +300,8 @@ def test_a_run_of_two_processes_stops_resumes_and_loads(tiny_run, tmp_path, caps
     assert [row["step"] for row in lines(parted)] == [0, 1, 2, 3, 4]
     config = lm.Config(**{**json.loads((straight / "config.json").read_text()), "shard": False})
     alone = evaluation.evaluate(lm.collect, *load_model(config.model, device="cpu"), load_task(config), config)
-    assert alone["eval_greedy"] == lines(straight)[0]["eval_greedy"]  # of all questions, not of one process's share
+    for name in ("eval_greedy", "eval_greedy_low", "eval_greedy_high"):  # of all questions, each of them once
+        assert alone[name] == lines(straight)[0][name]
     assert lines(parted) == lines(straight)
     final = AutoModelForCausalLM.from_pretrained(parted / "model")
     again = AutoModelForCausalLM.from_pretrained(straight / "checkpoint/step-000004")
