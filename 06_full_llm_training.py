@@ -583,7 +583,7 @@ def collect(model, tokenizer, examples, config: Config, *, version, generator, a
                 ENGINES[config.engine], model, tokenizer, examples, worked, prompt, prompt_mask, **settings)
         else:
             tokens, mask, logprobs = ENGINES[config.engine][0](model, prompt, prompt_mask, **settings)
-    texts, asked = decode(tokenizer, tokens, mask), [e for e in examples for _ in range(config.group_size)]
+    texts, asked = decode(tokenizer, tokens, mask, prompt), [e for e in examples for _ in range(config.group_size)]
     try:
         reward = reward_function(config.reward, config.task, config.on_unscored)
         rewards = [float(reward(e.question, text, e.answer)) for e, text in zip(asked, texts)]

@@ -325,7 +325,7 @@ def calibrate(config, collect, algorithm) -> None:
     for number in range(1, 1 + math.ceil(config.calibrate / (config.prompts_per_step * config.group_size))):
         examples = batch_examples(task.train, number, count=config.prompts_per_step, seed=config.seed)
         batch = collect(model, tokenizer, examples, config, version=0, generator=generator, algorithm=algorithm)
-        texts = decode(tokenizer, batch.tokens, batch.mask)
+        texts = decode(tokenizer, batch.tokens, batch.mask, batch.prompt)
         asked = [e for e in examples for _ in range(config.group_size)]
         truths += [exact(e.question, text, e.answer) > 0 for e, text in zip(asked, texts)]
         verdicts += (batch.rewards.flatten() > 0).tolist()

@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 
 from under_the_hood import lora, parallel
+from under_the_hood.answers import THOUGHTS
 from under_the_hood.errors import UserError, one_line, require
 from under_the_hood.runs import redraw_seconds, replace_folder
 from under_the_hood.tasks import addition_examples, digits_of, worked_steps
@@ -162,14 +163,20 @@ def control_ids(tokenizer) -> tuple[set, set]:
     return named | frame, special.keys() - tags
 
 
-def decode(tokenizer, tokens, mask) -> list:
-    """The text of each response as its reward is to see it: with tags, without what only steers the model."""
+def decode(tokenizer, tokens, mask, prompt=None) -> list:
+    """The text of each response as its reward is to see it: with tags, without what only steers the model.
+
+    prompt: (P, L) ids. A chat template may open a thought there; then the text of each response begins with that tag, or one
+    that is cut off within its thought would pass for an answer.
+    """
     control, stops = control_ids(tokenizer)
     rows = [tuple(ids[:n]) for ids, n in zip(tokens.tolist(), mask.sum(1).tolist())]
     distinct = list(dict.fromkeys(rows))  # responses of a group are often equal
     kept = [[i for i in (ids[:-1] if ids and ids[-1] in stops else ids) if i not in control] for ids in distinct]
     texts = dict(zip(distinct, tokenizer.batch_decode(kept, skip_special_tokens=False)))
-    return [texts[ids] for ids in rows]
+    ending = tokenizer.decode(prompt[0, -16:]).rstrip() if prompt is not None else ""
+    opened = next((start for start, _ in THOUGHTS if ending.endswith(start)), "")
+    return [opened + texts[ids] for ids in rows]
 
 
 def drop_long_prompts(task, model, tokenizer, config):

@@ -4,9 +4,11 @@ import importlib
 import json
 
 import pytest
+import torch
 
 from conftest import build_digit_tokenizer, build_model
 from under_the_hood import models
+from under_the_hood.answers import is_correct
 from under_the_hood.errors import UserError
 from under_the_hood.tasks import Example, read_jsonl
 
@@ -108,3 +110,28 @@ def test_an_engine_that_this_transformers_lacks_is_one_line(tiny_run, tmp_path, 
         lm.main([*tiny_run[2], "--engine", "paged", "--device", "cpu", "--out", str(tmp_path / "run")])
     error = capsys.readouterr().err
     assert error.count("error:") == 1 and "ContinuousBatchingConfig" in error
+
+
+def test_a_thought_that_the_template_opens_is_open_in_the_response_too():  # D07
+    class Letters:
+        chat_template = eos_token_id = pad_token_id = bos_token_id = None
+        all_special_ids = all_special_tokens = ()
+        added_tokens_decoder = {}
+
+        def decode(self, ids):
+            return "".join(map(chr, ids.tolist() if torch.is_tensor(ids) else ids))
+
+        def batch_decode(self, rows, skip_special_tokens):
+            return [self.decode(row) for row in rows]
+
+        def get_added_vocab(self):
+            return {}
+
+    def as_ids(*texts):
+        return torch.tensor([[ord(letter) for letter in text] for text in texts])
+
+    tokens = as_ids("so 42", "x</th")
+    for prompt, start in (("1+1?<think>\n", "<think>"), ("1+1?", ""), ("<think>a</think>", "")):
+        texts = models.decode(Letters(), tokens, torch.ones_like(tokens).bool(), as_ids(prompt, prompt))
+        assert texts == [start + "so 42", start + "x</th"]
+    assert not is_correct("<think>" + "so 42", "42")
