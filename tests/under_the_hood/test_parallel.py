@@ -150,8 +150,9 @@ def process(folder) -> None:
     batch = questions(model, tokenizer, task, config, sampling)
     found["questions"] = [sample["question"] for sample in batch.samples]
     fresh = torch.Generator().manual_seed(parallel.own_seed(0))  # else the batch before has already parted the streams
-    same = fast.generate(model, batch.prompt[:1] * 0 + 3, batch.prompt_mask[:1] | True, group_size=8, max_new_tokens=12,
-                         temperature=1.0, eos_ids={1}, pad_id=0, generator=fresh)  # one prompt in both processes
+    prompt = torch.full((1, L), 3)  # the same in both processes
+    same = fast.generate(model, prompt, prompt > 0, group_size=8, max_new_tokens=12, temperature=1.0, eos_ids={1},
+                         pad_id=0, generator=fresh)
     found["completions"] = same[0]
     torch.save(found, folder / f"rank{rank}.pt")
     parallel.stop()
