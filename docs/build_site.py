@@ -1,15 +1,17 @@
 """The site: lessons, family, results, functions to copy, pictures to play with. python docs/build_site.py [--out DIR]
 
 Everything comes from files that are read elsewhere, too: the executed notebooks (notebooks.py), the Markdown pages, the
-code of 06. Equations are rendered here, by KaTeX in node, so that a page needs no script for them; the search index is a
-script beside the pages. Nothing is fetched when a page is read, not even from the site itself: it works from a folder.
+code of 06. Equations are rendered here, by KaTeX in node, so that a page needs no script for them; the search index is
+a script beside the pages. Nothing is fetched from elsewhere when a page is read: it works from a folder, without a net.
 """
 
 import argparse
 import ast
+import base64
 import html
 import importlib
 import json
+import math
 import os
 import pathlib
 import re
@@ -164,7 +166,6 @@ class Site:
                     pictures += 1
                     name = f"figures/{stem}-{pictures}.png"
                     (self.out / name).parent.mkdir(exist_ok=True)
-                    import base64
                     (self.out / name).write_bytes(base64.b64decode(output["data"]["image/png"]))
                     parts.append(f'<img src="site:{name}" alt="Picture of: {html.escape(heading)}">')
                 elif output.get("name") == "stdout":
@@ -184,7 +185,8 @@ class Site:
             if line.startswith("| `") and len(cells) == 9:
                 table[cells[0].strip("`")] = cells[1:]
         for group, rows in lm.FAMILIES.items():
-            body = [f"<h1>{group}: {len(rows)} rows</h1><p>{FAMILY_WORDS[group]} The grey band is A &lt; 0.</p>"]
+            body = [f"<h1>{group}: {len(rows)} rows</h1><p>{FAMILY_WORDS[group]} The curves: what stands before "
+                    "a token's ∇log π, over ρ (log scale), for a right answer (blue) and a wrong one.</p>"]
             for name, row in rows.items():
                 changed = [f"{field}={value!r}" for field, value in vars(row).items()
                            if value != getattr(lm.Algorithm(), field) and field != "source"]
@@ -222,7 +224,8 @@ class Site:
                  "The family": [(page.get("family.md"), "All rows"), *family],
                  "Use it": [(page.get("take_it_home.md"), "Take it home"), ("functions.html", "Functions to copy"),
                             (page.get("real_models.md"), "Real models"), (page.get("gpus.md"), "GPUs")],
-                 "Look up": [(page.get("RESULTS.md"), "Results"), (page.get("wrong_losses.md"), "Museum of wrong losses"),
+                 "Look up": [(page.get("RESULTS.md"), "Results"),
+                             (page.get("wrong_losses.md"), "Museum of wrong losses"),
                              (page.get("glossary.md"), "Glossary")]}
         return {head: [(name, words) for name, words in entries if name in self.pages]
                 for head, entries in parts.items()}
@@ -264,8 +267,9 @@ class Site:
         navigation = self.navigation()
         for name, (title, body) in self.pages.items():
             body = re.sub("\x02(\\d+)\x03", lambda m: rendered[int(m[1])], body).replace('"site:', '"')
+            here = {name: " aria-current=page"}
             menu = "".join((f"<b>{head}</b>" if head else "") + "".join(
-                f'<a href="{link}"{" aria-current=page" if link == name else ""}>{words}</a>' for link, words in entries)
+                f'<a href="{link}"{here.get(link, "")}>{words}</a>' for link, words in entries)
                 for head, entries in navigation.items() if entries)
             scripts = ["page.js"]
             if 'class="interactive"' in body:
@@ -304,14 +308,15 @@ def curve(lm, pictures, row):
         points, pen, before = [], "M", None
         for x, y in zip(log_ratio.tolist(), weight.tolist()):
             pen = "M" if before is None or abs(y - before) > 0.15 else "L"
-            before = y
-            points.append(f"{pen}{110 + 100 * x / centre:.1f} {90 - 24 * max(-3.2, min(3.2, y)):.1f}")
+            before = y if abs(y) < 3.2 else None  # off the picture
+            if before is not None:
+                points.append(f"{pen}{110 + 100 * x / centre:.1f} {90 - 24 * y:.1f}")
         lines.append(f'<path d="{"".join(points)}" fill="none" stroke="{colour}" stroke-width="2.5"/>')
-    ends = [f"{math_e ** (sign * centre):.2g}" if centre > 0.01 else f"1{'−' if sign < 0 else '+'}.0006"
-            for math_e, sign in ((2.718281828, -1), (2.718281828, 1))]
+    ends = [f"{math.exp(v):.2g}" if centre > 0.01 else f"{math.exp(v):.4f}" for v in (-centre, centre)]
     return ('<svg class="curve" viewBox="0 0 220 190" role="img" aria-label="weight over the ratio">'
-            '<rect x="10" y="90" width="200" height="77" fill="#f3f3f3"/><path d="M10 90H210M110 13V167" stroke="#999"/>'
-            f'{"".join(lines)}<text x="10" y="182">ρ = {ends[0]}</text><text x="110" y="182" text-anchor="middle">1</text>'
+            '<rect x="10" y="90" width="200" height="77" fill="#f3f3f3"/>'
+            f'<path d="M10 90H210M110 13V167" stroke="#999"/>{"".join(lines)}'
+            f'<text x="10" y="182">ρ = {ends[0]}</text><text x="110" y="182" text-anchor="middle">1</text>'
             f'<text x="210" y="182" text-anchor="end">{ends[1]}</text><text x="14" y="24">A = 1</text>'
             '<text x="14" y="160">A = −1</text></svg>')
 
@@ -322,7 +327,8 @@ def render_equations(equations, katex):
               "console.log(JSON.stringify(all.map(([latex, displayMode]) => {"
               "try { return katex.renderToString(latex, {displayMode, output: 'html'}); }"
               "catch (error) { console.error(error.message + '\\n  in: ' + latex); process.exit(1); }})));")
-    run = subprocess.run(["node", "-e", script, str(katex)], input=json.dumps(equations), capture_output=True, text=True)
+    run = subprocess.run(["node", "-e", script, str(katex)], input=json.dumps(equations), text=True,
+                         capture_output=True)
     if run.returncode:
         sys.exit(f"error: KaTeX refuses an equation: {run.stderr.strip()}")
     return json.loads(run.stdout)

@@ -1,8 +1,8 @@
 """Unicode equations of the lessons' prose into LaTeX, when notebooks and the site are built; no lesson changes.
 
-An indented block of a lesson is an equation, a derivation with a line for each step, or a table. Equations become $$ … $$
-(`blocks`), tables stay as they are. Inside a sentence, where nothing marks what is mathematics, only subscripts and
-superscripts are set, as <sub> and <sup> (`inline`).
+An indented block of a lesson is an equation, a derivation with a line for each step, or a table. Equations become
+$$ … $$ (`blocks`), tables stay as they are. Inside a sentence, where nothing marks what is mathematics, only
+subscripts and superscripts are set, as <sub> and <sup> (`inline`).
 """
 
 import re
@@ -147,9 +147,9 @@ def blocks(markdown):
 
 
 LETTER = "(?<![A-Za-z0-9_])[A-Za-zΑ-ωℓ𝒯∇ΣΠ][\u0304\u0302]?|[āū]|[])}]"
-SCRIPT = re.compile(rf"({LETTER})([_^])(\{{[^{{}}]+\}}|\([^()]+\)|<t|old|ref|opmd|[A-Za-z0-9θπτ]"
-                    r"{1,2}(?![A-Za-z0-9_]))")
-KEPT = re.compile(r"(```.*?```|`[^`]*`|\]\([^)]*\)|\$\$.*?\$\$)", re.S)
+SCRIPT = re.compile(rf"({LETTER})([_^])(\{{[^{{}}]+\}}|\([^()]+\)|<t|old|ref|opmd|[0-9]*\.[0-9]+"
+                    r"|[A-Za-z0-9θπτ]{1,2}(?![A-Za-z0-9_]))")
+KEPT = re.compile(r"(```.*?```|^ {4}[^\n]*|`[^`]*`|\]\([^)]*\)|\$\$.*?\$\$)", re.S | re.M)
 
 
 def inline(markdown):

@@ -20,9 +20,9 @@ import maths
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 LESSONS = sorted(ROOT.glob("0[1-5]_*.py"))
 TOUR = ROOT / "docs" / "tour_06.py"
-ALONE = ("*In the browser, without installing anything:* download this file, open [Colab](https://colab.research.google.com)"
-         ", choose *Upload*, then *Run all*. It brings along what it imports. *On your machine:* the same in Jupyter, with "
-         "{needs} installed.")
+ALONE = ("*In the browser, without installing anything:* download this notebook, open "
+         "[Colab](https://colab.research.google.com), choose *Upload*, then *Run all*. It brings along what it "
+         "imports. *On your machine:* the same in Jupyter, with {needs} installed.")
 
 
 def carried(script):

@@ -38,9 +38,9 @@ print(len(lm.ALGORITHMS), "rows in all")
 
 # %% [markdown]
 # ## 2. The loss, token by token
-# `policy_loss` takes log-probabilities, advantages and a mask: no model, no tokenizer. Its gradient says what happens to
-# a token: −∂L/∂log π = N·M·W·A. Four tokens of right answers (A = 1) and four of wrong ones (A = −1), at ρ = .5, 1, 1.5
-# and 3.5. Positive is pushed up, negative pushed down, 0 is left alone. (N = 1/8 is divided out.)
+# `policy_loss` takes log-probabilities, advantages and a mask: no model, no tokenizer. Its gradient says what happens
+# to a token: −∂L/∂log π = N·M·W·A. Four tokens of right answers (A = 1) and four of wrong ones (A = −1), at ρ = .5,
+# 1, 1.5 and 3.5. Positive is pushed up, negative pushed down, 0 is left alone. (N = 1/8 is divided out.)
 
 # %%
 ratio = torch.tensor([[0.5], [1.0], [1.5], [3.5]] * 2)
@@ -56,8 +56,8 @@ for name in ("reinforce", "rec-oneside-nois", "rec-oneside-is", "rec-twoside-noi
 assert pushes["rec-oneside-nois"] == [1, 1, 0, 0, 0, -1, -1, -1]  # the table in section 1 of lesson 04
 
 # %% [markdown]
-# The last column of numbers is the whole difference between the clips: a wrong answer's token at ρ = 3.5 is far out and
-# pushed back. One-side and ring let it, two-side does not.
+# The last column of numbers is the whole difference between the clips: a wrong answer's token at ρ = 3.5 is far out
+# and pushed back. One-side and ring let it, two-side does not.
 
 # %%
 fig, axis = figure(height=2.8, width=6.5)
@@ -71,8 +71,8 @@ fig.show()
 # %% [markdown]
 # ## 3. Sample, and ask again
 # `generate` samples K responses to each prompt and records log π_old, the sampler's own log-probabilities, while it
-# samples. `token_logprobs` asks the policy for the probability of given tokens. As long as the sampler is the policy, the
-# two agree, and every ratio is 1: nothing to clip, nothing to weigh.
+# samples. `token_logprobs` asks the policy for the probability of given tokens. As long as the sampler is the policy,
+# the two agree, and every ratio is 1: nothing to clip, nothing to weigh.
 
 # %%
 config = lm.Config(eval_questions=64, eval_samples=2)
@@ -98,8 +98,8 @@ assert gap < 1e-4
 
 # %% [markdown]
 # ## 4. How stale is a batch?
-# The sampler gets new weights every I steps and works m batches ahead. The batch of step n comes from the policy after v
-# updates, so it is s updates old:
+# The sampler gets new weights every I steps and works m batches ahead. The batch of step n comes from the policy
+# after v updates, so it is s updates old:
 #
 #     v(n) = I·max(0, ⌊(n − m − 1)/I⌋),      s(n) = (n − 1) − v(n)
 
@@ -110,9 +110,9 @@ for interval, offset in ((1, 0), (4, 0), (1, 3), (4, 2), (None, 0)):
 
 # %% [markdown]
 # ## 5. Two small runs
-# Forty steps of 32 prompts with 8 responses each, the sampler refreshed every 20 steps, two rows from one base. These are
-# the calls that `--compare` makes. Forty steps of one seed are a demonstration, not a measurement: the front page has the
-# longer runs, RESULTS the verdicts.
+# Forty steps of 32 prompts with 8 responses each, the sampler refreshed every 20 steps, two rows from one base. These
+# are the calls that `--compare` makes. Forty steps of one seed are a demonstration, not a measurement: the front page
+# has the longer runs, RESULTS the verdicts.
 
 # %%
 folder = pathlib.Path(tempfile.mkdtemp())
@@ -139,7 +139,8 @@ axes[0].legend()
 fig.show()
 
 # %% [markdown]
-# The KL saws: it grows while the sampler is old and falls to 0 when it is refreshed, at step 21. The clip keeps it small.
+# The KL saws: it grows while the sampler is old and falls to 0 when it is refreshed, at step 21. The clip keeps it
+# small.
 #
 # ## 6. What a run leaves behind
 # Each line of `metrics.jsonl` is a step, and `samples.jsonl` shows what the model said.

@@ -1,4 +1,4 @@
-"""A headless Chromium through its driver's own protocol: no package is needed. Use: with browser(width=390) as page: …"""
+"""A headless Chromium through its driver's own protocol, without a package: with browser(width=390) as page: …"""
 
 import base64
 import contextlib

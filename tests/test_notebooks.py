@@ -1,4 +1,4 @@
-"""Equations into LaTeX (docs/maths.py); the notebooks of the lessons and of the tour run alone and show what they should."""
+"""Equations into LaTeX (docs/maths.py); the notebooks of the lessons and of the tour run alone, with all they show."""
 
 import pathlib
 import re
@@ -91,7 +91,8 @@ def test_what_is_no_equation_is_refused(source):
     ("J = E_{y~π_b} r", "J = E<sub>y~π<sub>b</sub></sub> r"), ("(1+ε)^T", "(1+ε)<sup>T</sup>"),
     ("(.52/.6)^(T−1)", "(.52/.6)<sup>T−1</sup>"), ("π_old and r̄_w", "π<sub>old</sub> and r̄<sub>w</sub>"),
     ("stale_world.py, `r_i`, eps_low, old_logprobs", "stale_world.py, `r_i`, eps_low, old_logprobs"),
-    ("[x](a_b.md)", "[x](a_b.md)")])
+    ("[x](a_b.md)", "[x](a_b.md)"), (".6·e^1.6 = 3", ".6·e<sup>1.6</sup> = 3"), ("e^1. So", "e<sup>1</sup>. So"),
+    ("so\n\n    J = π_t\n\nand π_t", "so\n\n    J = π_t\n\nand π<sub>t</sub>")])
 def test_subscripts_in_sentences(text, html):
     assert maths.inline(text) == html
 

@@ -24,6 +24,7 @@ const Draw = (() => {
   // `clear` empties the layer that everything is drawn on.
   function panel(parent, { title, x, y, width = 400, height = 280 }) {
     const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": title }, parent);
+    if (width > 450) root.style.flexBasis = "100%";  // a wide panel has the row to itself
     const left = 46, right = width - 12, top = 30, bottom = height - 40;
     const share = (axis, v) => axis.log ? Math.log(v / axis.from) / Math.log(axis.to / axis.from)
       : (v - axis.from) / (axis.to - axis.from);

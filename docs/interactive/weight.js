@@ -60,7 +60,7 @@ if (typeof module !== "undefined") {
   Draw.mount("weight", ({ panels, controls, words }) => {
     const { colours, svg, panel, line, draggable, slider, choice } = Draw;
     const state = { ...DEFAULTS, clip: "one_side", weight: "ratio" };
-    let advantage = 1, ratio = 1.5;
+    let advantage = 1, ratio = Math.exp(0.4);
     const p = panel(panels, { title: "drag ρ: the weight of a token", width: 560, height: 320,
                               x: { from: 0.1, to: 5, log: true, label: "ρ = π_θ/π_old of the token (log scale)",
                                    ticks: { ".1": 0.1, ".4": 0.4, ".8": 0.8, 1.2: 1.2, 3: 3, 5: 5 } },
@@ -83,7 +83,11 @@ if (typeof module !== "undefined") {
     const moveRatio = slider(controls, "ρ", { min: -2.3, max: 1.6, step: 0.01, value: Math.log(ratio),
                                               show: (v) => Math.exp(v).toFixed(2) },
                              (v) => { ratio = Math.exp(v); draw(); });
-    draggable(p, ([x]) => { ratio = x; moveRatio(Math.log(x)); draw(); });
+    draggable(p, ([x]) => {
+      ratio = Math.exp(Math.round(100 * Math.log(x)) / 100);
+      moveRatio(Math.log(ratio));
+      draw();
+    });
 
     function set(change) {
       Object.assign(state, change);

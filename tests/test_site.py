@@ -1,0 +1,174 @@
+"""The site in a headless Chromium, at desktop and phone width: no error, nothing overflows, every link leads somewhere."""
+
+import html
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import urllib.parse
+
+import browser
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+NOTEBOOKS = ROOT / "runs" / "notebooks"
+KATEX = ROOT / ".venv" / "katex" / "node_modules" / "katex"
+SCRIPTS = [*sorted(ROOT.glob("0[1-5]_*.py")), ROOT / "docs" / "tour_06.py"]
+pytestmark = pytest.mark.slow
+needs_browser = pytest.mark.skipif(browser.missing() is not None, reason=str(browser.missing()))
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The site, built from the notebooks that make notebooks wrote, or from new ones where a script is newer."""
+    if not shutil.which("node") or not KATEX.exists():
+        pytest.skip("needs node and KaTeX: make site fetches it")
+    for module in ("markdown_it", "mdit_py_plugins", "pygments"):
+        pytest.importorskip(module, reason="needs requirements-docs.txt")
+    python, environment = sys.executable, os.environ | {"OMP_NUM_THREADS": "1"}
+    old = [script for script in SCRIPTS if not (made := NOTEBOOKS / f"{script.stem}.ipynb").exists()
+           or made.stat().st_mtime < script.stat().st_mtime]
+    if old:
+        subprocess.run([python, ROOT / "docs" / "notebooks.py", *old], check=True, timeout=900, env=environment)
+    out = tmp_path_factory.mktemp("site")
+    run = subprocess.run([python, ROOT / "docs" / "build_site.py", "--out", out], capture_output=True, text=True,
+                         timeout=300, env=environment)
+    assert run.returncode == 0, run.stderr
+    return out
+
+
+def pages(site):
+    return {path.name: path.read_text(encoding="utf-8") for path in sorted(site.glob("*.html"))}
+
+
+def test_every_link_leads_somewhere(site):
+    texts = pages(site)
+    anchors = {name: set(re.findall(r'\bid="([^"]+)"', text)) for name, text in texts.items()}
+    lost = []
+    for name, text in texts.items():
+        for target in map(html.unescape, re.findall(r'\b(?:href|src)="([^"]+)"', text)):
+            if re.match("https?:|mailto:|data:", target):
+                continue
+            path, _, fragment = urllib.parse.unquote(target).partition("#")
+            there = path or name
+            if not (site / there).exists() or (fragment and fragment not in anchors.get(there, ())):
+                lost.append(f"{name}: {target}")
+    assert not lost, "\n".join(lost)
+
+
+def test_every_page_can_be_reached(site):
+    texts, seen, waiting = pages(site), set(), ["index.html"]
+    while waiting:
+        name = waiting.pop()
+        if name not in seen and name in texts:
+            seen.add(name)
+            waiting += [target.partition("#")[0] for target in re.findall(r'href="([^"]+)"', texts[name])]
+    assert seen == set(texts)
+
+
+def test_no_page_asks_for_anything_elsewhere(site):
+    for name, text in pages(site).items():
+        for tag in re.findall(r"<(?:script|link|img|iframe|source)\b[^>]*>", text):
+            assert not re.search(r"""(?:href|src)=["']?(?:https?:)?//""", tag), f"{name}: {tag}"
+    for path in (site / "assets").glob("*.css"):
+        assert not re.search(r"url\(['\"]?(?:https?:)?//|@import", path.read_text(encoding="utf-8")), path.name
+
+
+def test_lessons_show_maths_code_numbers_and_pictures(site):
+    texts = pages(site)
+    for script in SCRIPTS:
+        text = texts[f"{script.stem}.html"]
+        for part in ('class="equation', 'class="katex"', '<pre class="code">', '<pre class="output">', "<img src="):
+            assert part in text, f"{script.stem}: {part}"
+        for picture in re.findall(r'<img src="([^"]+)"', text):
+            assert (site / picture).stat().st_size > 5000
+    assert not re.search("\x02|\x03|site:|\\$\\$", "".join(texts.values()))
+
+
+def test_every_row_has_its_place(site):
+    import importlib
+
+    lm, texts = importlib.import_module("06_full_llm_training"), pages(site)
+    for group, rows in lm.FAMILIES.items():
+        text = texts[f"family-{group.lower()}.html"]
+        assert re.findall(r'<h2 id="[^"]*">(.*?)</h2>', text) == list(rows)
+        assert text.count("<svg class=\"curve\"") == len(rows)
+        assert len(re.findall("<th>what it adds</th>", text)) == len(rows)
+
+
+OVERFLOW = """
+const inside = (e) => e.closest(".wide, .equation, pre, svg, nav, #found");
+return {wide: document.documentElement.scrollWidth - innerWidth,
+        out: [...document.querySelectorAll("body *")].filter((e) => !inside(e) && e.getClientRects().length
+             && (e.getBoundingClientRect().right > innerWidth + 1 || e.getBoundingClientRect().left < -1))
+             .map((e) => e.outerHTML.slice(0, 120)),
+        asked: performance.getEntriesByType("resource").map((r) => r.name).filter((n) => !/^(file|data):/.test(n)),
+        bad: [...document.images].filter((i) => !i.naturalWidth).map((i) => i.src)};"""
+
+
+@needs_browser
+@pytest.mark.parametrize("width, phone", [(1280, False), (390, True)], ids=["desktop", "phone"])
+def test_in_the_browser(site, width, phone):
+    wrong = []
+    with browser.browser(width=width, phone=phone) as page:
+        for name in pages(site):
+            page.open((site / name).as_uri())
+            found = page.run(OVERFLOW)
+            found["console"] = page.console()
+            wrong += [f"{name}: {key}: {value}" for key, value in found.items()
+                      if value and not (key == "wide" and value <= 0)]
+    assert not wrong, "\n".join(wrong)
+
+
+@needs_browser
+def test_search_finds_and_leads_there(site):
+    with browser.browser(width=1280) as page:
+        page.open((site / "index.html").as_uri())
+        page.run('document.getElementById("search").focus()')
+        for _ in range(50):
+            if page.run("return typeof SEARCH_INDEX !== 'undefined'"):
+                break
+        page.run('const s = document.getElementById("search"); s.value = "pairwise consistency";'
+                 's.dispatchEvent(new Event("input"))')
+        hits = page.run('return [...document.querySelectorAll("#found a")].map((a) => a.getAttribute("href"))')
+        assert any(hit.startswith("03_offpolicy_derivation.html#2-pairwise-consistency") for hit in hits), hits
+        page.run('document.querySelector("#found a").click()')
+        assert page.run("return location.hash").startswith("#")
+        assert page.console() == []
+
+
+# Where a drag begins and ends, in shares of the panel, and what the words below must not go on saying.
+DRAGS = {"bandit": (0, (0.8, 0.75), (0.8, 0.3)), "weight": (0, (0.3, 0.5), (0.85, 0.5)),
+         "dial": (0, (0.3, 0.5), (0.8, 0.5)), "pairs": (0, (0.3, 0.5), (0.6, 0.7))}
+
+
+@needs_browser
+@pytest.mark.parametrize("picture", DRAGS)
+@pytest.mark.parametrize("width, phone", [(1280, False), (390, True)], ids=["desktop", "phone"])
+def test_pictures_follow_the_pointer_and_every_control(site, picture, width, phone):
+    panel, begin, end = DRAGS[picture]
+    with browser.browser(width=width, phone=phone) as page:
+        page.open((site / "docs-play.html").as_uri())
+        place = f'const place = document.querySelector("[data-picture={picture}]");'
+        words = place + 'return place.querySelector(".words").textContent'
+        said = {page.run(words)}
+        page.run(place + f"""const svg = place.querySelectorAll("svg")[{panel}], box = svg.getBoundingClientRect();
+            const send = (kind, [x, y]) => svg.dispatchEvent(new PointerEvent(kind, {{pointerId: 1, bubbles: true,
+                clientX: box.left + x * box.width, clientY: box.top + y * box.height}}));
+            svg.setPointerCapture = () => {{}};
+            send("pointerdown", {list(begin)}); send("pointermove", {list(end)}); send("pointerup", {list(end)});""")
+        said.add(page.run(words))
+        assert len(said) == 2, "dragging changed nothing"
+        before = page.run(place + "return place.innerHTML")
+        for number in range(page.run(place + 'return place.querySelectorAll("input, select").length')):
+            page.run(place + f"""const c = place.querySelectorAll("input, select")[{number}];
+                if (c.tagName === "SELECT") c.selectedIndex = (c.selectedIndex + 1) % c.options.length;
+                else c.value = (2 * Number(c.min) + Number(c.max)) / 3;
+                c.dispatchEvent(new Event(c.tagName === "SELECT" ? "change" : "input"));""")
+            after = page.run(place + "return place.innerHTML")
+            assert after != before, f"control {number} changed nothing"
+            assert "NaN" not in page.run(place + "return place.textContent + place.innerHTML"), f"control {number}"
+            before = after
+        assert page.console() == []
