@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 
+import browser
 import pytest
 import torch
 from conftest import build_model
@@ -328,3 +329,31 @@ def said_by(rule, ratio):
     """Evaluate "clips where ρ < 0.8 or ρ > 1.2", with commas and ranges, for a ratio."""
     condition = rule.partition("clips where ")[2].replace(", or ", " or ").replace("ρ", str(ratio))
     return eval(condition)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(browser.missing() is not None, reason=str(browser.missing()))
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_page_in_a_browser_asks_for_nothing_and_fits(trained, width):
+    """No error and no request, nothing wider than the screen; a click on a token fills in its equation."""
+    page_of(trained, "rec-oneside-is", "reinforce")
+    with browser.browser(width=width, phone=width < 500) as page:
+        page.open((trained / "rec-oneside-is" / "report-and-reinforce.html").as_uri())
+        tokens = sum(len(line["tokens"]) for name in ("rec-oneside-is", "reinforce")
+                     for line in lines(trained / name / "tokens.jsonl") if line["step"] == 4)
+        page.run("document.querySelector('[data-step=\"4\"]').click()")
+        assert page.run("return document.querySelectorAll('#groups .t').length") == tokens
+        assert page.run("return document.documentElement.scrollWidth") <= width
+        page.run("document.querySelector('#groups .t').click()")
+        said = page.run("return document.getElementById('panel').innerText")
+        assert "rec-oneside-is, step 4" in said and "This token's part" in said
+        assert "NaN" not in said and "undefined" not in said
+        names = page.run("return [...document.querySelectorAll('.chart')].map(chart => chart.dataset.metric)")
+        logged = {key for name in ("rec-oneside-is", "reinforce") for line in lines(trained / name / "metrics.jsonl")
+                  for key in line}
+        assert set(names) == {name for name in logged if name != "step" and not name.endswith(("_low", "_high"))}
+        assert page.run("return performance.getEntriesByType('resource').length") == 0 and page.console() == []
+        page.run("""for (const chart of document.querySelectorAll('.chart b'))
+                      chart.dispatchEvent(new PointerEvent('pointermove', {bubbles: true}));""")
+        assert page.run("return document.getElementById('tip').textContent").split(": ")[1][:20] == (
+            runs.METRICS[re.sub(r"pass_at_\d+", "pass_at_k", names[-1])][:20])
