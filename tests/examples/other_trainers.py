@@ -3,7 +3,6 @@
 import json
 import os
 import pathlib
-import shutil
 import subprocess
 
 import pytest
@@ -28,13 +27,9 @@ def ask():
 
 
 @pytest.fixture(scope="session")
-def cache(tmp_path_factory):
-    """A --cache-dir that holds the built-in model of 2-digit additions: the one already made, where there is one."""
+def cache():
+    """The folder that keeps 06's built-in models, with the one of 2-digit additions in it: made once, on first use."""
     from under_the_hood.models import built_in_model
 
-    kept, folder = ROOT / "cache", tmp_path_factory.mktemp("cache")
-    if kept.is_dir():
-        for made in kept.glob("tiny-2-digits-*"):
-            shutil.copytree(made, folder / made.name)
-    built_in_model(2, folder)
-    return folder
+    built_in_model(2, ROOT / "cache")
+    return ROOT / "cache"

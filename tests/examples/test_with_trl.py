@@ -58,13 +58,13 @@ def test_gradient_accumulation_changes_nothing(ask, cache):
 
 @pytest.mark.slow
 def test_twenty_steps_beside_trls_own(ask, cache):
-    """Adam hardly sees the constant between the two standard deviations, so the two runs go the same way."""
-    flags = ["--steps", 20, "--eval-every", 1, "--eval-questions", 128, "--prompts-per-step", 16,
-             "--learning-rate", 3e-4, "--algorithm", "grpo"]
+    """The constant between the two standard deviations scales the gradient, and Adam hardly sees it: one run, twice."""
+    flags = ["--steps", 20, "--eval-every", 1, "--eval-questions", 64, "--prompts-per-step", 16, "--algorithm", "grpo"]
     ours, theirs = (ask("trl_side.py", "train", cache, *flags, *more) for more in ((), ("--trl-loss",)))
-    assert ours["steps"] == theirs["steps"] == 20 and ours["before"] == theirs["before"]
-    assert ours["log"][0]["reward"] == theirs["log"][0]["reward"]  # the same first batch
-    assert abs(ours["after"] - theirs["after"]) < 0.1 and min(ours["after"], theirs["after"]) > ours["before"] + 0.03
+    assert ours["steps"] == theirs["steps"] == 20 and ours["before"] == theirs["before"] != ours["after"]
+    rewards, others = ([line["reward"] for line in run["log"] if "reward" in line] for run in (ours, theirs))
+    assert len(rewards) == 20 and rewards[0] == others[0]  # the same first batch
+    assert sum(abs(a - b) for a, b in zip(rewards, others)) / 20 < 0.05 and abs(ours["after"] - theirs["after"]) < 0.05
 
 
 @pytest.mark.slow
