@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import urllib.parse
 
 import browser
@@ -126,12 +127,12 @@ def test_in_the_browser(site, width, phone):
 def test_search_finds_and_leads_there(site):
     with browser.browser(width=1280) as page:
         page.open((site / "index.html").as_uri())
-        page.run('document.getElementById("search").focus()')
-        for _ in range(50):
-            if page.run("return typeof SEARCH_INDEX !== 'undefined'"):
-                break
         page.run('const s = document.getElementById("search"); s.value = "pairwise consistency";'
                  's.dispatchEvent(new Event("input"))')
+        for _ in range(50):  # the index is loaded when somebody types
+            if page.run("return typeof SEARCH_INDEX !== 'undefined'"):
+                break
+            time.sleep(0.1)
         hits = page.run('return [...document.querySelectorAll("#found a")].map((a) => a.getAttribute("href"))')
         assert any(hit.startswith("03_offpolicy_derivation.html#2-pairwise-consistency") for hit in hits), hits
         page.run('document.querySelector("#found a").click()')

@@ -53,7 +53,7 @@
   }
 
   input.addEventListener("focus", load);
-  input.addEventListener("input", show);
+  input.addEventListener("input", () => { load(); show(); });
   document.addEventListener("click", (event) => {
     if (!event.target.closest("header")) found.replaceChildren();
     if (event.target.closest("nav a")) document.body.classList.remove("open");
