@@ -108,8 +108,8 @@ class Lesson:
         if not self.draws:
             return
         for c in self.claims if self.args.claims else ():
-            numbers = f"{brief(c['measured'])}, expected {brief(c['expected'])}"
-            print(textwrap.fill(f"{'ok' if c['ok'] else 'FAIL'}  {c['claim']}: {numbers}", 98, subsequent_indent="     "))
+            told = f"{brief(c['measured'])}, expected {brief(c['expected'])}"
+            print(textwrap.fill(f"{'ok' if c['ok'] else 'FAIL'}  {c['claim']}: {told}", 98, subsequent_indent="     "))
         if self.args.json:
             pathlib.Path(self.args.json).write_text(json.dumps(self.claims, indent=1), encoding="utf-8")
         failed = sum(not c["ok"] for c in self.claims)

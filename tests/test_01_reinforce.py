@@ -372,6 +372,7 @@ def test_effective_sample_size_exercise(body, right, tmp_path, capsys):
     assert verdict is None if right else "Not yet" in verdict
 
 
+@pytest.mark.slow
 def test_quick_run_fits_a_terminal_and_writes_its_figures(tmp_path):
     result = subprocess.run([sys.executable, ROOT / "01_reinforce.py", "--quick", "--seed", "3", "--out", tmp_path],
                             capture_output=True, text=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})

@@ -459,6 +459,7 @@ def test_smallest_group_exercise(share, right, tmp_path, capsys):
     assert verdict is None if right else "Not yet" in verdict
 
 
+@pytest.mark.slow
 def test_quick_run_fits_a_terminal_and_writes_its_figures(tmp_path):
     command = [sys.executable, ROOT / "02_group_baseline.py", "--quick", "--seed", "3", "--out", tmp_path]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -552,6 +552,7 @@ def test_signatures(function, positional, keywords):
 # ---------------------------------------------------------------- the script and its exercises
 
 
+@pytest.mark.slow
 def test_quick_run_with_another_seed(tmp_path):
     command = [sys.executable, SCRIPT, "--quick", "--seed", "3", "--out", tmp_path, "--json", tmp_path / "claims.json"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

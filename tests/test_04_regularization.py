@@ -640,6 +640,7 @@ def test_opmd_exercise(text, right, tmp_path, capsys):
     assert verdict is None if right else "Not yet" in verdict
 
 
+@pytest.mark.slow
 def test_quick_run_fits_a_terminal_and_writes_its_figures(tmp_path):
     command = [sys.executable, ROOT / "04_regularization.py", "--quick", "--seed", "3", "--out", tmp_path]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

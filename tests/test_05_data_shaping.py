@@ -507,6 +507,7 @@ def run(folder, *flags):
                           text=True, timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 
+@pytest.mark.slow
 def test_quick_run_prints_a_narrow_page_and_draws(tmp_path):
     result = run(tmp_path, "--quick", "--out", "out")
     assert result.returncode == 0 and result.stderr == ""

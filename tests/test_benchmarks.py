@@ -85,6 +85,7 @@ def test_scaling_runs(tmp_path):
         assert all(seconds > 0 for part in ("collect", "train") for seconds in entry[part]["seconds"])
 
 
+@pytest.mark.slow
 def test_logprobs_compares_ways_that_agree(tmp_path):
     flags = "--batch 2 --length 8 --vocabulary 500 --hidden 32 --repeats 1 --threads 1 --out"
     importlib.import_module("bench_logprobs").main([*flags.split(), str(tmp_path)])
@@ -96,6 +97,7 @@ def test_logprobs_compares_ways_that_agree(tmp_path):
     assert all("trl" in row["not_measured"] for row in result["ways"].values() if "seconds" not in row)
 
 
+@pytest.mark.slow
 def test_the_gpu_check_runs_on_tiny_shapes(tiny_run, tmp_path):
     flags = " ".join([*tiny_run[2], "--steps", "2"])
     importlib.import_module("gpu_check").main(["--smoke", "--learn", flags, "--out", str(tmp_path)])

@@ -192,6 +192,7 @@ def test_importing_a_script_prints_nothing_writes_nothing_and_is_quick(tmp_path)
     assert len(seconds) == 6 and max(seconds.values()) < 3, seconds
 
 
+@pytest.mark.slow
 def test_a_script_that_prints_or_writes_on_import_is_detected(tmp_path):
     (tmp_path / "noisy.py").write_text("print('here')\nopen('left.txt', 'w').close()\n")
     report = watched_import(tmp_path, tmp_path, ["noisy"])

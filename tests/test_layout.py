@@ -73,6 +73,7 @@ def test_lines_of_the_product_fit_120_columns():
     assert long == []
 
 
+@pytest.mark.slow
 def test_the_training_script_is_there_as_quickly_as_its_libraries():
     """Processor time of its import, in a process of its own, against that of torch and transformers."""
     clock = "import time; began = time.process_time(); {}; print(time.process_time() - began)"

@@ -174,7 +174,8 @@ def decode(tokenizer, tokens, mask, prompt=None) -> list:
     distinct = list(dict.fromkeys(rows))  # responses of a group are often equal
     kept = [[i for i in (ids[:-1] if ids and ids[-1] in stops else ids) if i not in control] for ids in distinct]
     texts = dict(zip(distinct, tokenizer.batch_decode(kept, skip_special_tokens=False)))
-    ending = tokenizer.decode(prompt[0, -16:]).rstrip() if prompt is not None else ""
+    templated = prompt is not None and tokenizer.chat_template
+    ending = tokenizer.decode(prompt[0, -16:]).rstrip() if templated else ""
     opened = next((start for start, _ in THOUGHTS if ending.endswith(start)), "")
     return [opened + texts[ids] for ids in rows]
 

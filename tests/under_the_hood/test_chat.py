@@ -114,7 +114,7 @@ def test_an_engine_that_this_transformers_lacks_is_one_line(tiny_run, tmp_path, 
 
 def test_a_thought_that_the_template_opens_is_open_in_the_response_too():  # D07
     class Letters:
-        chat_template = eos_token_id = pad_token_id = bos_token_id = None
+        chat_template, eos_token_id, pad_token_id, bos_token_id = "any", None, None, None
         all_special_ids = all_special_tokens = ()
         added_tokens_decoder = {}
 

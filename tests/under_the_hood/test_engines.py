@@ -211,6 +211,7 @@ def test_paged_samples_the_models_distribution(bigram):
         assert abs(share - chance) < 5 * (chance * (1 - chance) / 400) ** 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["paged", "plain"])
 def test_a_run_samples_and_trains_with_it(tiny_run, quick, tmp_path, engine):
     """Stale in step 2; the evaluations take the greedy answers from the same engine."""

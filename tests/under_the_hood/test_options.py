@@ -226,6 +226,7 @@ def test_a_mistake_found_on_loading_is_one_line_and_leaves_no_run(capsys, tmp_pa
     assert not (tmp_path / "never" / "metrics.jsonl").exists() and not (tmp_path / "never" / "checkpoint").exists()
 
 
+@pytest.mark.slow
 def test_a_mistake_in_a_real_process(tmp_path, flags):
     """Not even a warning of a library stands beside the line."""
     finished = subprocess.run([sys.executable, ROOT / "06_full_llm_training.py", *flags, "--group-size", "1", "--out",

@@ -278,6 +278,7 @@ def torchrun(*arguments, size=2):
     return [(done.returncode, done.stdout + done.stderr)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard", [[], ["--shard"]], ids=["replicas", "shards"])
 def test_a_run_of_two_processes_stops_resumes_and_loads(tiny_run, tmp_path, capsys, shard):
     """Two steps and a resumed third and fourth are the four of a straight run, line by line; then the model loads.

@@ -217,6 +217,7 @@ def test_the_undisturbed_run_uses_all_that_a_checkpoint_must_carry(straight):
 # --------------------------------------------------------------------------------------------------------- kill −9
 
 
+@pytest.mark.slow
 def test_killed_20_times_at_random_moments(run, straight):
     """Loading, sampling, appending, saving, cleaning up: wherever the kill falls, the next attempt continues."""
     out, draw, finished = run.folder / "killed", random.Random(5), 0
@@ -269,6 +270,7 @@ def kill_at_every_moment_of_a_save(out, report):
     report.write_text(json.dumps(survived))
 
 
+@pytest.mark.slow
 def test_a_save_killed_at_every_disk_call_leaves_a_checkpoint_that_loads(run, straight):
     out, report = run.folder / "every moment", run.folder / "report"
     shutil.copytree(straight, out)
@@ -426,6 +428,7 @@ def test_a_finished_run_resumes_to_itself_and_can_be_extended(run, straight):
     assert (out / "samples.jsonl").read_bytes() == (straight / "samples.jsonl").read_bytes()
 
 
+@pytest.mark.slow
 def test_killed_before_the_first_checkpoint_starts_again(run, straight):
     out = run.folder / "early"
     for number in range(8, 30):  # the first disk call behind that of config.json

