@@ -212,7 +212,8 @@ class Site:
                 source = "\n".join(text.splitlines()[start - 1:node.end_lineno])
                 said = textwrap.dedent(ast.get_docstring(node) or "").split("\n\n")[0]
                 body.append(f'<h3>{name}</h3><p>{maths.inline(html.escape(said, quote=False))}</p>'
-                            f'<button type="button" class="copy">copy</button>{code(source, "python")}')
+                            f'<div class="copyable"><button type="button" class="copy">copy</button>'
+                            f'{code(source, "python")}</div>')
         self.page("functions.html", "Functions to copy", "".join(body))
 
     def navigation(self):

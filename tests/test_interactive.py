@@ -18,7 +18,12 @@ POINTS = 1000
 CALL = """const calls = JSON.parse(require("fs").readFileSync(0)), picture = require(process.argv[1]);
 console.log(JSON.stringify(calls.map(([name, ...args]) => picture[name](...args))));"""
 
-needs_node = pytest.mark.skipif(not shutil.which("node"), reason="needs node, which evaluates the JavaScript")
+
+
+def needs_node(test):
+    """It starts a process, so it is slow."""
+    absent = pytest.mark.skipif(not shutil.which("node"), reason="needs node, which evaluates the JavaScript")
+    return pytest.mark.slow(absent(test))
 
 
 def in_node(picture, calls):

@@ -24,7 +24,7 @@ const Draw = (() => {
   // `clear` empties the layer that everything is drawn on.
   function panel(parent, { title, x, y, width = 400, height = 280 }) {
     const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": title }, parent);
-    if (width > 450) root.style.flexBasis = "100%";  // a wide panel has the row to itself
+    if (width > 450) root.classList.add("wide-panel");  // it has the row to itself
     const left = 46, right = width - 12, top = 30, bottom = height - 40;
     const share = (axis, v) => axis.log ? Math.log(v / axis.from) / Math.log(axis.to / axis.from)
       : (v - axis.from) / (axis.to - axis.from);
@@ -43,8 +43,8 @@ const Draw = (() => {
     }
     svg("line", { x1: left, x2: right, y1: bottom, y2: bottom, class: "axis" }, root);
     svg("text", { x: (left + right) / 2, y: height - 8, "text-anchor": "middle" }, root, x.label || "");
-    svg("text", { x: 12, y: (top + bottom) / 2, "text-anchor": "middle",
-                  transform: `rotate(-90 12 ${(top + bottom) / 2})` }, root, y.label || "");
+    const turn = (y.label || "").length > 2 ? { transform: `rotate(-90 12 ${(top + bottom) / 2})` } : {};
+    svg("text", { x: 12, y: (top + bottom) / 2, "text-anchor": "middle", ...turn }, root, y.label || "");
     const layer = svg("g", {}, root);
     const at = (event) => {
       const box = root.getBoundingClientRect();
