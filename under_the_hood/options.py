@@ -50,7 +50,7 @@ class OutputOptions:
     map: str | None = option(None, "train nothing: draw 06_family.png, the map of all rows, into this folder", "none")
     exercise: int = option(0, "train nothing: ask question 1, 2 or 3 on reading a run; --answer is yours")
     answer: str | None = option(None, "your answer to --exercise", "none")
-    log_tokens: int = option(8, "prompts whose responses an evaluating step writes to tokens.jsonl, token by token; 0: none")
+    log_tokens: int = option(8, "prompts whose responses an evaluating step writes to tokens.jsonl, by token; 0: none")
     report: str | None = option(None, "train nothing: RUN, or RUN1,RUN2: write the run's report.html, every token's "
                                 "M·W·A in it", "none")
     export: str | None = option(None, "train nothing: trinity writes row, staleness, model and questions for "
