@@ -32,7 +32,14 @@ class Page:
             return json.loads(answer.read())["value"]
 
     def open(self, url):
+        """Go there, and wait until pictures and styles are there, too: the driver's own wait sometimes ends earlier."""
         self.call("POST", "/url", {"url": url})
+        loaded = """return document.readyState === "complete" && [...document.images].every((i) => i.complete)
+            && [...document.styleSheets].length >= document.querySelectorAll("link[rel=stylesheet]").length"""
+        for _ in range(200):
+            if self.run(loaded):
+                return
+            time.sleep(0.05)
 
     def run(self, script, *arguments):
         """JavaScript as the body of a function; returns what it returns."""
