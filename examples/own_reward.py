@@ -11,8 +11,8 @@ fits_the_schema: `answer` is a JSON schema; the reward is 1 if the response is J
 What makes a verifier good: it returns a number for any text, since an exception ends the run (or None, with
 --on-unscored leave-out); it is quick, since each of the P·K responses of a step is judged; and it is hard to fool. Here
 `exit(0)` and `print("passed")` earn nothing, for the verdict is a random word that is written after the tests. Code can
-still dig it out of the interpreter, or replace what the tests compare with: read samples.jsonl when the reward rises too
-well.
+still dig it out of the interpreter, or replace what the tests compare with: read samples.jsonl when the reward rises
+too well.
 """
 
 import json

@@ -1,7 +1,8 @@
 """The reward of 06 as a reward function of Trinity-RFT: with Trinity's own, "46" in plain words would count as wrong.
 
-`06_full_llm_training.py --export trinity` names it (default_reward_fn_type: trinity_reward.OurReward) and puts this folder
-on PYTHONPATH. reward: your own module:function. Trinity's simple_workflow does not pass the question on: it sees "".
+`06_full_llm_training.py --export trinity` names it (default_reward_fn_type: trinity_reward.OurReward) and puts this
+folder on PYTHONPATH. reward: your own module:function. Trinity's simple_workflow does not pass on the question, so that
+it sees "".
 """
 
 import pathlib

@@ -41,8 +41,9 @@ SCHEMA = json.dumps({"type": "object", "required": ["name", "age"], "additionalP
 
 
 @pytest.mark.parametrize("response, reward", [
-    ('{"name": "Ada", "age": 36}', 1), ('```json\n{"name": "Ada", "age": 36}\n```', 1), (' {"age": 0, "name": ""}\n', 1),
-    ('{"name": "Ada", "age": -1}', 0), ('{"name": "Ada"}', 0), ('{"name": "Ada", "age": "36"}', 0), ("[]", 0), ("", 0),
+    ('{"name": "Ada", "age": 36}', 1), ('```json\n{"name": "Ada", "age": 36}\n```', 1),
+    (' {"age": 0, "name": ""}\n', 1), ('{"name": "Ada", "age": -1}', 0),
+    ('{"name": "Ada"}', 0), ('{"name": "Ada", "age": "36"}', 0), ("[]", 0), ("", 0),
     ('Here: {"name": "Ada", "age": 36}', 0), ('{"name": "Ada", "age": NaN}', 0), ("[" * 100_000, 0), ("é\x00", 0),
     ('{"name": "Ada", "age": 36, "x": 1}', 0),
 ])

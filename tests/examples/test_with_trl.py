@@ -1,4 +1,5 @@
 """examples/with_trl.py: TRL trains any row; its own GRPO and our row of that name are one loss; stale data show why."""
+# ruff: noqa: F811 (a fixture is imported, and then a parameter)
 
 import ast
 import importlib
@@ -7,7 +8,7 @@ import sys
 
 import pytest
 from conftest import ROOT
-from other_trainers import BENCH, ask, cache  # noqa: F401 (fixtures)
+from other_trainers import BENCH, ask, cache  # noqa: F401
 
 lm = importlib.import_module("06_full_llm_training")
 EXAMPLE = ROOT / "examples" / "with_trl.py"

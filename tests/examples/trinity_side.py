@@ -16,15 +16,15 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent.parent / "examples"), str(HERE.parent.parent)]
 warnings.simplefilter("ignore")
 
-import without_ray  # noqa: E402, F401 (Trinity imports Ray, and this asks for classes only)
+import without_ray  # noqa: F401 (Trinity imports Ray, and this asks for classes only)
 
 lm = importlib.import_module("06_full_llm_training")
 torch = lm.torch
 
-from trinity.algorithm import ADVANTAGE_FN, POLICY_LOSS_FN  # noqa: E402
-from trinity.common.config import load_config  # noqa: E402
-from trinity.common import config_validator  # noqa: E402
-from trinity.common.rewards import REWARD_FUNCTIONS  # noqa: E402
+from trinity.algorithm import ADVANTAGE_FN, POLICY_LOSS_FN
+from trinity.common.config import load_config
+from trinity.common import config_validator
+from trinity.common.rewards import REWARD_FUNCTIONS
 
 P, K, T = 3, 8, 6
 GENERATOR = torch.Generator().manual_seed(0)
@@ -85,7 +85,8 @@ for path in sorted(pathlib.Path(sys.argv[1]).glob("*/trinity.yaml")):
     answer["rows"][name] = {
         "advantages": None if kept else (theirs - made).abs().max().item(), "kept": kept,
         "gradient": (their_gradient - our_gradient).abs().max().item(), "largest": our_gradient.abs().max().item(),
-        "loss": our_loss - their_loss, "synchronizer": [config.synchronizer.sync_interval, config.synchronizer.sync_offset],
+        "loss": our_loss - their_loss,
+        "synchronizer": [config.synchronizer.sync_interval, config.synchronizer.sync_offset],
         "extra_terms": [algorithm.kl_loss_fn, algorithm.kl_penalty_fn, algorithm.entropy_loss_fn],
         "eval_interval": config.explorer.eval_interval, "model": config.model.model_path,
         "batch": [config.buffer.batch_size, algorithm.repeat_times, config.buffer.total_steps, algorithm.optimizer.lr]}

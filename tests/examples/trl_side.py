@@ -17,7 +17,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent.parent / "
 example = importlib.import_module("with_trl")
 lm, torch = example.lm, example.torch
 
-FLAGS = ["--device", "cpu", "--prompts-per-step", "4", "--steps", "2", "--max-grad-norm", "1e9", "--learning-rate", "1e-9"]
+FLAGS = ["--device", "cpu", "--prompts-per-step", "4", "--steps", "2", "--max-grad-norm", "1e9",
+         "--learning-rate", "1e-9"]
 
 
 def trainer(*flags):

@@ -7,22 +7,21 @@ import warnings
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent.parent / "examples")]
-os.environ["VERL_USE_EXTERNAL_MODULES"] = "with_verl"  # as a user would: verl imports the example, which registers itself
+os.environ["VERL_USE_EXTERNAL_MODULES"] = "with_verl"  # as a user would: verl imports the example
 warnings.simplefilter("ignore")
 
-import without_ray  # noqa: E402, F401 (verl imports Ray, and this asks for functions only)
-import verl  # noqa: E402
+import without_ray  # noqa: F401 (verl imports Ray, and this asks for functions only)
+import verl
 
-import inspect  # noqa: E402
-import json  # noqa: E402
-from types import SimpleNamespace  # noqa: E402
+import inspect
+import json
 
-import numpy  # noqa: E402
-import torch  # noqa: E402
-import with_verl  # noqa: E402
-import yaml  # noqa: E402
-from verl.trainer.ppo import core_algos  # noqa: E402
-from verl.workers.config import ActorConfig  # noqa: E402
+import numpy
+import torch
+import with_verl
+import yaml
+from verl.trainer.ppo import core_algos
+from verl.workers.config import ActorConfig
 
 
 def config(**batch):
@@ -77,7 +76,7 @@ for ours, theirs, mode, batch in (
     answer["loss"][ours] = {"distance": distance(mine, other), "largest": other.abs().max().item(),
                             "metrics": sorted(metrics), "numbers": all(isinstance(v, float) for v in metrics.values())}
 
-# One batch, and the same batch over two workers of two micro-batches each: verl sums over micro-batches, averages workers.
+# One batch, and the same over two workers of two micro-batches each: verl sums micro-batches and averages workers.
 answer["split"] = {}
 for name in with_verl.ROWS:
     tensors, row = data(), with_verl.ROWS[name]
@@ -90,7 +89,7 @@ for name in with_verl.ROWS:
     answer["split"][name] = {"distance": distance(torch.cat(parts) / 2, whole), "largest": whole.abs().max().item()}
 
 # Advantages: two groups of four, mixed, against verl's own estimators.
-rewards, index = torch.tensor([1.0, 0, 0, 1, 0, 1, 0, 0]), numpy.array(["b", "a", "b", "a", "a", "b", "a", "b"], dtype=object)
+rewards, index = torch.tensor([1.0, 0, 0, 1, 0, 1, 0, 0]), numpy.array([*"babaabab"], dtype=object)
 mask = data()["response_mask"]
 token_rewards = torch.zeros(8, 6)
 token_rewards[torch.arange(8), mask.sum(1) - 1] = rewards
@@ -104,7 +103,8 @@ for ours, theirs, options in (("our-reinforce", "grpo", {"norm_adv_by_std_in_grp
     answer["advantages"][ours] = {"distance": distance(mine, other), "ratio": (other / mine)[mask].unique().tolist()}
 
 # Every setting that the example prints is one of verl's.
-tree = yaml.safe_load((pathlib.Path(verl.__file__).parent / "trainer" / "config" / "_generated_ppo_trainer.yaml").read_text())
+known = pathlib.Path(verl.__file__).parent / "trainer" / "config" / "_generated_ppo_trainer.yaml"
+tree = yaml.safe_load(known.read_text(encoding="utf-8"))
 settings = with_verl.settings(with_verl.lm.Config(algorithm="dr-grpo", model="some/model"))
 answer["unknown"] = []
 for key in settings:

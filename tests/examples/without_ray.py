@@ -1,4 +1,4 @@
-"""Import what needs Ray, Hydra or vLLM on a machine without them: they become empty modules. Nothing runs on Ray here."""
+"""Import what needs Ray, Hydra or vLLM on a machine without them: they become empty modules. Nothing runs on Ray."""
 
 import importlib.machinery
 import sys
