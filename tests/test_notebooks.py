@@ -80,7 +80,7 @@ def test_conversion_by_hand(source, latex):
     assert maths.block_latex(source.split("\n")) == latex
 
 
-@pytest.mark.parametrize("source", ["    a    b    c\n    d    e    f\n    g    h    i", "    x = 1 ☃"])
+@pytest.mark.parametrize("source", ["    a = 1    b    c\n    d = 2    e    f\n    g = 3    h    i", "    x = 1 ☃"])
 def test_what_is_no_equation_is_refused(source):
     with pytest.raises(maths.NotAnEquation):
         maths.block_latex(source.split("\n"))
