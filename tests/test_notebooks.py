@@ -59,10 +59,10 @@ def test_no_sign_of_an_equation_is_lost_or_moved(name):
 
 
 def test_all_equations_are_converted_and_only_tables_stay():
-    left = [block for name in PROSE for prose in PROSE[name] for block in
+    left = [block.split("\n") for name in PROSE for prose in PROSE[name] for block in
             re.findall(r"```text\n(.*?)\n```", maths.blocks(prose), re.S)]
-    assert [re.split(r" {2,}|:", block.strip())[0] for block in left] == [
-        "seq-mean-token-sum", "ρ", "A > 0 and ρ > 1+ε", "GSPO (2507.18071)", "(1/K) Σ w_i·A_i·∇ℓ_i"]
+    for rows in left:
+        assert len(rows) > 1 and any(re.search(r"\S {3,}\S", row) for row in rows[1:]), rows
     whole = "".join(maths.blocks(prose) for prose in sum(PROSE.values(), []))
     assert whole.count("$$") > 80 and not re.search("^    ", re.sub("(?s)```.*?```", "", whole), re.M)
 
