@@ -59,7 +59,7 @@ def runs_the_tests(question: str, response: str, answer: str) -> float:
                 pass
             child.wait()
         said.seek(0)
-        return float(child.returncode == 0 and said.read().endswith(word.encode()))
+        return float(said.read().endswith(word.encode()))
 
 
 def fits_the_schema(question: str, response: str, answer: str) -> float:

@@ -83,8 +83,7 @@ def trinity_algorithm(row) -> dict:
 
 def trinity_config(config, row, folder) -> dict:
     """The whole file. folder: where train.jsonl and test.jsonl are."""
-    # A sampler that is never refreshed: the first refresh would come after the last step.
-    interval = config.steps + config.sync_offset + 1 if config.offline else config.sync_interval
+    interval = config.steps if config.offline else config.sync_interval  # the first refresh comes after the last step
     sampling = {"temperature": config.temperature, "top_p": 1.0, "top_k": -1, "max_tokens": config.max_new_tokens}
     data = {"storage_type": "file", "path": str(folder), "rollout_args": sampling,
             "reward_fn_args": {"task": config.task, "reward": config.reward},
@@ -143,8 +142,8 @@ def export(config, row) -> None:
     command = f"PYTHONPATH={shlex.quote(str(ROOT / 'examples'))} trinity run --config {shlex.quote(str(file))}"
     notes = [f"--algorithm {config.algorithm} in the words of Trinity-RFT 0.6.0; see examples/with_trinity.md", command]
     if config.offline:
-        notes.append("Offline: the first refresh of the sampler would come after the last step, and Trinity evaluates "
-                     "only at refreshes. Evaluate its checkpoints afterwards, with mode: bench")
+        notes.append("Offline: the first refresh comes after the last step, and Trinity evaluates only at refreshes. "
+                     "Evaluate its checkpoints with mode: bench")
     text = "".join(f"# {note}\n" for note in notes)
     settings = json.loads(json.dumps(settings))  # no dictionary twice, or YAML would write a reference to the first
     write_text(file, text + yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))

@@ -36,6 +36,15 @@ def test_code_that_never_ends_is_ended(response, monkeypatch):
     assert time.monotonic() - began < 20  # 2 seconds, on a machine with nothing else to do
 
 
+@pytest.mark.slow
+def test_what_the_code_started_ends_with_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(own_reward, "SECONDS", 1)
+    late = f"import os, time\nif os.fork() == 0:\n    time.sleep(4)\n    open({str(tmp_path / 'late')!r}, 'w')\n"
+    own_reward.runs_the_tests("Add.", f"{RIGHT}\n{late}", TESTS)
+    time.sleep(5)
+    assert not (tmp_path / "late").exists()
+
+
 SCHEMA = json.dumps({"type": "object", "required": ["name", "age"], "additionalProperties": False,
                      "properties": {"name": {"type": "string"}, "age": {"type": "integer", "minimum": 0}}})
 

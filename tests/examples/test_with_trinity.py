@@ -92,7 +92,7 @@ def test_offline_is_a_refresh_after_the_last_step(tmp_path):
     made = export(tmp_path, "--offline", "--steps", 30, "--sync-offset", 2)
     interval = made["synchronizer"]["sync_interval"]
     assert all(lm.rollout_version(step, sync_interval=interval, sync_offset=2) == 0 for step in range(1, 31))
-    assert made["buffer"]["total_steps"] == 30
+    assert made["buffer"]["total_steps"] == interval == 30
 
 
 @pytest.mark.parametrize("flags, words", [
