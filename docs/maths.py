@@ -126,6 +126,15 @@ def block_latex(lines):
     return "\\begin{aligned}\n" + " \\\\\n".join(parts) + "\n\\end{aligned}"
 
 
+def head_and_table(rows):
+    """A numbered equation with a table below it, as far to the left, is two blocks."""
+    indents = [len(row) - len(row.lstrip()) for row in rows[:2]]
+    if len(rows) > 1 and NUMBER.search(rows[0]) and indents[0] == indents[1] and any(
+            len(re.findall(r"\S {3,}(?=\S)", row)) > 1 for row in rows[1:]):
+        return [rows[:1], rows[1:]]
+    return [rows]
+
+
 def blocks(markdown):
     """Prose with indented blocks → the same with $$ … $$ in place of those that are equations."""
     lines, out, at = markdown.split("\n"), [], 0
@@ -138,10 +147,11 @@ def blocks(markdown):
         while end < len(lines) and (lines[end].startswith("    ") or not lines[end].strip()):
             end += 1
         for block in re.split(r"\n\s*\n", "\n".join(lines[at:end]).rstrip()):
-            try:
-                out += ["$$", block_latex(block.split("\n")), "$$", ""]
-            except NotAnEquation:
-                out += ["```text", *(line[4:] for line in block.split("\n")), "```", ""]
+            for rows in head_and_table(block.split("\n")):
+                try:
+                    out += ["$$", block_latex(rows), "$$", ""]
+                except NotAnEquation:
+                    out += ["```text", *(row[4:] for row in rows), "```", ""]
         at = end
     return "\n".join(out)
 

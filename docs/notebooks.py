@@ -71,7 +71,7 @@ def to_notebook(script):
             cell.source = maths.inline(maths.blocks(cell.source))
     needs = "torch and matplotlib"
     if script == TOUR:
-        needs = "torch, matplotlib and transformers 5 (on Colab first, in its own cell: `%pip install 'transformers>=5'`)"
+        needs = "torch, matplotlib and transformers 5 (on Colab first, in a cell: `%pip install 'transformers>=5'`)"
     head = [nbformat.v4.new_markdown_cell(opening(docstring)),
             nbformat.v4.new_markdown_cell(ALONE.format(needs=needs)), carrier(carried(script))]
     if code.strip():

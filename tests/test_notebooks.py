@@ -51,11 +51,12 @@ def indented(prose):
 def test_no_sign_of_an_equation_is_lost_or_moved(name):
     for prose in PROSE[name]:
         for block in indented(prose):
-            try:
-                latex = maths.block_latex(block.split("\n"))
-            except maths.NotAnEquation:
-                continue
-            assert read_back(latex) == as_seen(block)
+            for rows in maths.head_and_table(block.split("\n")):
+                try:
+                    latex = maths.block_latex(rows)
+                except maths.NotAnEquation:
+                    continue
+                assert read_back(latex) == as_seen("\n".join(rows))
 
 
 def test_all_equations_are_converted_and_only_tables_stay():
@@ -78,6 +79,11 @@ def test_all_equations_are_converted_and_only_tables_stay():
 ])
 def test_conversion_by_hand(source, latex):
     assert maths.block_latex(source.split("\n")) == latex
+
+
+def test_an_equation_above_a_table():
+    text = maths.blocks("    x = 1      (4.9)\n    n   1   2\n    m   3   4\n")
+    assert text == "$$\nx = 1 \\qquad (4.9)\n$$\n\n```text\nn   1   2\nm   3   4\n```\n"
 
 
 @pytest.mark.parametrize("source", ["    a = 1    b    c\n    d = 2    e    f\n    g = 3    h    i", "    x = 1 ☃"])
