@@ -91,7 +91,8 @@ def same_loss(*flags):
 def every_row(*flags):
     """name → the distance of the gradient in TRL from 06's own train_step on the same stale batch, and its size."""
     answer, of = {}, trainer("--algorithm", "reinforce", *flags)
-    for name, row in lm.ALGORITHMS.items():
+    of.reward_funcs = [lambda completions, **_: [0.0] * 8 + [1.0] * 8 + [float(i % 3 == 0) for i in range(16)]]
+    for name, row in lm.ALGORITHMS.items():  # a group all wrong, one all right, and two others
         if row.worked_examples or row.entropy_target:  # refused; and a second batch, sampled anew
             continue
         of.row, of.config = row, lm.dataclasses.replace(of.config, algorithm=name)
