@@ -7,6 +7,7 @@ from this repository travels inside it, so that a single file runs in Jupyter or
 import argparse
 import base64
 import io
+import os
 import pathlib
 import re
 import zipfile
@@ -101,7 +102,9 @@ def main():
     arguments.out.mkdir(parents=True, exist_ok=True)
     for script in [path.resolve() for path in arguments.files] or [*LESSONS, TOUR]:
         path = arguments.out / f"{script.stem}.ipynb"
-        nbformat.write(execute(to_notebook(script), ROOT), path)
+        part = path.with_suffix(f".{os.getpid()}")  # whole or absent, also when two processes write it
+        nbformat.write(execute(to_notebook(script), ROOT), part)
+        part.replace(path)
         print(path)
 
 
