@@ -6,7 +6,7 @@ importance sampling, is exact again, and pays with a variance that grows exponen
 The worlds here are so small that an expectation is a sum over EVERY response: the numbers are exact, not estimates.
 
 Run it:   python 01_reinforce.py      (--quick: fewer seeds; --claims: the full table; --exercise 1: your turn)
-You see:  six sections in about 3 seconds, and in figures/ the pictures 01_baseline, 01_importance and 01_loss.
+You see:  six sections in 3 seconds, and figures/01_*.png. (lesson.check(claim, measured, expected) prints and checks.)
 You need: the chain rule, and to know that a language model is a softmax over the next token.
 """
 # %% Setup
@@ -15,9 +15,10 @@ import torch
 from utils import Lesson, figure, method_style
 
 lesson = Lesson(__name__, __doc__)
-REWARDS = torch.tensor([0.0, 0.8, 1.0], dtype=torch.float64)    # a bandit: three possible responses, the last is best
+REWARDS = torch.tensor([0.0, 0.8, 1.0], dtype=torch.float64)    # a bandit: three responses (arms), the last is best
 BEHAVIOUR = torch.tensor([0.3, 0.6, 0.1], dtype=torch.float64)  # a policy that dislikes the best one
 UNIFORM = torch.full((3,), 1 / 3, dtype=torch.float64)
+STRINGS = torch.cartesian_prod(*[torch.arange(3)] * 3)          # every string of three tokens 0, 1, 2: (27, 3)
 
 # %% [markdown]
 # ## 1. The gradient of an expected reward
@@ -26,10 +27,9 @@ UNIFORM = torch.full((3,), 1 / 3, dtype=torch.float64)
 #
 #     ∇J = Σ_y r(y)·∇π(y) = Σ_y π(y)·r(y)·∇log π(y) = E_π[r·s],      s(y) = ∇log π(y), the score             (1.1)
 #
-# So draw y from π and step along r·s: that is REINFORCE. The smallest policy has one logit θ_a for each of three
-# responses. From log π(y) = θ_y − log Σ_a exp θ_a follow s(y) = e_y − π (e_y is 1 at y and 0 elsewhere) and therefore
-# ∂J/∂θ_a = π_a·(r_a − J): up with the arms that are better than the mean.
-#
+# So draw y from π and step along r·s: that is REINFORCE. The smallest policy is a bandit: one response of three, its
+# arms, with a number θ_a for each, its logit; a softmax makes probabilities of logits. log π(y) = θ_y − log Σ_a exp θ_a
+# yields s(y) = e_y − π (e_y is 1 at y, else 0), so ∂J/∂θ_a = π_a·(r_a − J): up with the arms better than the mean.
 # In a language model a response is a string of tokens: log π(y) = Σ_t log π(y_t | y_<t), so the score is a sum over
 # tokens, s = Σ_t s_t. Ours knows three tokens, looks one token back and always writes three: 27 possible responses.
 # %%
@@ -44,14 +44,14 @@ def mean_and_variance(sampling_probs, values):
 
 def string_logprobs(logits):
     """log π(y_t | y_{t−1}) of all 27 strings, (27, 3): logits (4, 3), a row for each token before, row 3 for none."""
-    return torch.log_softmax(logits, -1)[torch.nn.functional.pad(STRINGS[:, :-1], (1, 0), value=3), STRINGS]
+    before = torch.nn.functional.pad(STRINGS[:, :-1], (1, 0), value=3)  # the strings moved one place right, 3 in front
+    return torch.log_softmax(logits, -1)[before, STRINGS]  # for each token, its row (the one before) and its column
 
 lesson.section("1. The gradient of an expected reward")
 gradient, _ = mean_and_variance(UNIFORM, REWARDS[:, None] * softmax_scores(UNIFORM))
 lesson.check("(1.1) three arms, π uniform, J = .6: E[r·s] = π·(r − J)", gradient, [-1 / 5, 1 / 15, 2 / 15])
-STRINGS = torch.cartesian_prod(*[torch.arange(3)] * 3)  # below: π, and another policy for section 4; any rewards
 logits, behaviour_logits = torch.randn(2, 4, 3, dtype=torch.float64, generator=lesson.generator).requires_grad_()
-rewards = torch.rand(27, dtype=torch.float64, generator=lesson.generator)
+rewards = torch.rand(27, dtype=torch.float64, generator=lesson.generator)  # one for each string
 probs = string_logprobs(logits).sum(-1).exp()  # (27,)
 exact = torch.autograd.grad(probs @ rewards, logits)[0].flatten()
 token_scores = torch.autograd.functional.jacobian(string_logprobs, logits).flatten(2)  # (27, 3 tokens, 12 parameters)
@@ -68,8 +68,9 @@ lesson.say("Sample from the policy, multiply the score by the reward: the mean i
 #
 #     V(b) = V(b*) + (b − b*)²·E‖s‖²,      b* = E[r‖s‖²] / E‖s‖²                                             (1.2)
 #
-# For π = (.3, .6, .1): ‖s(y)‖² = 1 − 2π(y) + ‖π‖² = (.86, .26, 1.26), rare responses have long scores. The means are
-# E‖s‖² = .54 and E[r‖s‖²] = .2508. The usual choice, b = J = E_π r, would be best if all scores were equally long.
+# For π = (.3, .6, .1): ‖s(y)‖² = 1 − 2π(y) + ‖π‖² = (.86, .26, 1.26), E‖s‖² = .54, E[r‖s‖²] = .2508: long scores where
+# responses are rare. The usual b = J = E_π r is best if all scores are equally long, and worse than b = 0 if b* < J/2:
+# with one right answer, π = .9, and one wrong, V(0) = .0018, V(J) = .115; with nine right ones of .1 each .80 and .07.
 # %%
 def variance_of_one_sample(probs, rewards, baseline):
     return mean_and_variance(probs, (rewards - baseline)[:, None] * softmax_scores(probs))[1]
@@ -80,11 +81,11 @@ lesson.check("27 strings, b = −3, .5, 10: largest |E[(r − b)·s] − ∇J|",
 squared_length = softmax_scores(BEHAVIOUR).square().sum(-1)
 best = BEHAVIOUR @ (REWARDS * squared_length) / (BEHAVIOUR @ squared_length)
 lesson.check("(1.2) π = (.3, .6, .1), J = .58: b* = .2508/.54", best, 0.2508 / 0.54)
-lesson.say("On-policy any b is right. J is a good habit, not the best: if 90 % of answers are right, b = 0 is calmer.")
+lesson.say("On-policy any b is right. J is a good habit, but not the best b, and where b* < J/2 worse than none.")
 
 # %% [markdown]
 # ## 3. On someone else's data the baseline changes the answer
-# Now the data come from a behaviour policy π_b, while we train another policy π. π_b does not depend on θ, so
+# Now another policy samples the data, called the behaviour policy, π_b, while we train π. π_b knows nothing of θ, so
 #
 #     E_b[(r − b)·s] = Σ_y π_b(y)·(r(y) − b)·∇log π(y) = ∇ E_b[(r − b)·log π]   ≠   ∇J                        (1.3)
 #
@@ -126,11 +127,11 @@ lesson.say("Off-policy the baseline is not about noise: below .4 the best arm is
 #
 #     E_b[ρ·r·s] = Σ_y π_b·(π/π_b)·r·s = E_π[r·s] = ∇J                                                       (1.4)
 #
-# The price is in the weights. Their mean is E_b[ρ] = Σ_y π = 1; their variance E_b[(ρ − 1)²] = E_b[ρ²] − 1 is called χ²
-# (chi-squared). What does it cost? A plain average of m rewards of variance σ² has variance σ²/m. The weighted average
-# Σρ_i r_i / Σρ_i of n rewards that know nothing of their weights has variance σ²·Σρ_i²/(Σρ_i)². The two agree at
-# m = (Σρ_i)²/Σρ_i² ≈ n/E_b[ρ²] = n/(1 + χ²): so many plain responses are n weighted ones worth, the EFFECTIVE SAMPLE
-# SIZE. Now let a response be T independent tokens, ρ = Π_t ρ_t. Means of independent factors multiply:
+# The price is in the weights: their mean is E_b[ρ] = Σ_y π = 1, but they vary. What does it cost? Suppose rewards of
+# variance σ² that know nothing of their weights. The plain mean of m responses from π has variance σ²/m, the weighted
+# mean Σρ_i r_i / Σρ_i of n responses from π_b has σ²·Σρ_i²/(Σρ_i)². They are equally noisy if
+# m = (Σρ_i)²/Σρ_i² ≈ n/E_b[ρ²]. So n weighted responses are worth only m plain ones, their EFFECTIVE SAMPLE SIZE. Let
+# a response be T independent tokens, ρ = Π_t ρ_t, and χ² (chi-squared) the variance of ONE token's ρ_t, E_b[ρ_t²] − 1:
 #
 #     E_b[ρ²] = Π_t E_b[ρ_t²] = (1 + χ²)^T,      1 + χ² = Σ_a π(a)²/π_b(a) for one token                      (1.5)
 #
@@ -154,12 +155,13 @@ lesson.say("After eight tokens of disagreement, 17 of 1000 responses are left; a
 #
 #     E_b[r·Σ_t ρ_t·s_t] = ∇ E_b[r·Σ_t ρ_t]   ≠   ∇J                                                         (1.6)
 #
-# The weights stay tame, but the tokens before and after t are still those of π_b. A chain shows what that does: T
-# independent tokens, r = Π_t q(y_t), q = (.2, .6, 1). Here J = (E_π q)^T, so ∇J = T·(E_π q)^(T−1)·∇E_π q. In (1.6) the
-# other T − 1 tokens contribute E_b q = .52 instead of E_π q = .6: the right direction, too short by (.52/.6)^(T−1).
+# The weights stay tame, and any baseline is harmless, as E_b[ρ_t·s_t | y_<t] = Σ_a π·∇log π = 0. But the other tokens
+# are still those of π_b. In a chain of T independent tokens with r = Π_t q(y_t), q = (.2, .6, 1), the true gradient is
+# ∇J = T·(E_π q)^(T−1)·∇E_π q. In (1.6) the other T − 1 tokens contribute E_b q = .52 instead of E_π q = .6: the right
+# direction, but the share 1 − (.52/.6)^(T−1) of the length is missing, 13 % at T = 2, 63 % at 8, 93 % at 20.
 # %%
 def chain_errors(length, *, responses=256, quality=torch.tensor([0.2, 0.6, 1.0], dtype=torch.float64)):
-    """Root mean square error / ‖∇J‖ with no ratio, token ratios, the whole ratio: (3,). The baseline is E_b[r]."""
+    """Root mean square error / ‖∇J‖ with no ratio, token ratios, the whole ratio: (3,). Baseline: E_b[r] in all."""
     strings = torch.cartesian_prod(*[torch.arange(3)] * length).view(-1, length)
     ratios, token_scores = (UNIFORM / BEHAVIOUR)[strings], softmax_scores(UNIFORM)[strings]
     sampling, advantages = BEHAVIOUR[strings].prod(-1), quality[strings].prod(-1) - 0.52**length
@@ -173,33 +175,31 @@ def chain_errors(length, *, responses=256, quality=torch.tensor([0.2, 0.6, 1.0],
 lesson.section("5. Ratios per token: some bias for much less noise")
 bias = torch.stack([chain_errors(length, responses=torch.inf)[1] for length in (2, 3, 4)])
 lesson.check("(1.6) T = 2, 3, 4: their bias is 1 − (.52/.6)^(T−1)", bias, [1 - (0.52 / 0.6) ** n for n in (1, 2, 3)])
-lengths = range(1, 6 if lesson.quick else 9)
-error = torch.stack([chain_errors(length) for length in lengths])
+error = torch.stack([chain_errors(length) for length in range(1, 6 if lesson.quick else 9)])
 lesson.check("256 responses, T > 1: token ratios are the nearest", bool((error[1:, [1]] < error[1:, ::2]).all()), True)
 if lesson.draws:
     fig, (left, right) = figure(2)
-    for chi_squared, line in (0.4, "-"), (0.066, "--"), (0.005, ":"):
-        label = f"χ² of one token: {chi_squared}"
-        left.semilogy(range(101), [(1 + chi_squared) ** length for length in range(101)], "k" + line, label=label)
-    left.set(title="Whole ratio: the cost explodes with the length", xlabel="length T", ylim=(0.5, 1e8),
-             ylabel="responses worth one from π")
-    left.legend(loc="lower right", bbox_to_anchor=(1, 0.35))
+    for sampler, line in ((0.3, 0.6, 0.1), "-"), ((0.3, 0.45, 0.25), "--"), ((0.32, 0.36, 0.32), ":"):
+        growth = sum(1 / 9 / p for p in sampler)  # (1.5), π uniform
+        left.semilogy(growth ** torch.arange(101), "k" + line, label=f"{sampler}: χ² = {growth - 1:.2g}")
+    left.set(title="Whole ratio: the cost explodes", xlabel="length T", ylim=(0.5, 1e12), ylabel="responses worth one")
+    left.legend(loc=(0.36, 0.22), title="π uniform, data from")
     names = {"reinforce": "no ratio: biased", "reinforce-is": "token ratios: biased", "whole": "whole ratio: unbiased"}
     for (name, label), values in zip(names.items(), error.T):
-        right.semilogy(lengths, values, label=label, **method_style(name, points=20))
-    right.set(title="Token ratios end up nearest to ∇J", xlabel="length T", ylabel="error / ‖∇J‖ with 256 responses")
+        right.semilogy(range(1, len(values) + 1), values, label=label, **method_style(name, points=20))
+    right.axhline(1, color="0.6", linewidth=1, linestyle="-", label="no update at all")
+    right.set(title="Token ratios: nearest to ∇J, yet ever less near", xlabel="length T", ylabel="error / ‖∇J‖, n = 256")
     right.legend()
     lesson.save_figure(fig, "01_importance")
-lesson.say("A known, small error in every update beats being right on average and never in practice.")
+lesson.say("Token ratios: a small error near π_b and over few tokens. It grows with both; so stay near (lesson 04).")
 
 # %% [markdown]
 # ## 6. The value of the loss says nothing
-# A program wants a loss to differentiate. PPO's is −mean min(ρA, clip(ρ, 1−ε, 1+ε)·A): ρ = π/π_old, where π_old sampled
-# the batch, and A_i = r_i − r̄ (lesson 02). Before the first step on a batch ρ is exactly 1, and ∇ρ = ρ·s = s. So
+# A program wants a loss to differentiate. PPO's is −mean min(ρA, clip(ρ, 1−ε, 1+ε)·A). Here ρ = π/π_old, π_old sampled
+# the batch, and A_i = r_i − r̄ is reward less mean, lesson 02. Clip holds ρ within ε, say .2, of 1. Min takes the lower
+# of both: a ρ that has gone beyond in A's direction is pushed no further. On a new batch ρ = 1 and ∇ρ = ρ·s = s, so
 #
 #     loss = −mean A = 0,      ∇loss = −mean A·s ≠ 0                                                          (1.7)
-#
-# A loss of 0 is no broken run, a ratio of 1 is no broken ratio, and there is nothing to clip before the second step.
 # %%
 def ppo_clip_loss(logprobs, old_logprobs, advantages, *, eps):
     """−mean over the last dimension of min(ρA, clip(ρ, 1−eps, 1+eps)·A); eps = inf turns clipping off."""
@@ -230,7 +230,7 @@ if lesson.draws:
     axis.text(29, 0.84, "expected reward J", ha="right"), axis.text(29, 0.05, "loss", ha="right")
     axis.set(title="The policy learns; the loss stays at 0", xlabel="batch, one step on each", ylim=(-0.1, 1.05))
     lesson.save_figure(fig, "01_loss")
-lesson.say("Watch the reward, not the loss. Where data are fresh and used once, clipping does nothing.")
+lesson.say("A loss of 0 is no broken run: watch the reward. Where data are fresh and used once, clipping does nothing.")
 
 # %% Exercises: python 01_reinforce.py --exercise 1 --answer …
 def check_effective_sample_size(function):

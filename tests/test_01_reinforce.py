@@ -139,6 +139,10 @@ def test_1_2_worked_numbers():
     assert best < mean_reward < none and none - best == pytest.approx(0.3164**2 / 0.46, abs=1e-12)
     # An easy prompt, 90 % right: ‖s‖² = (.015, 1.715, 1.715), b* = .0135/.185, so b = J = .9 is noisier than none.
     assert variance([0.9, 0.05, 0.05], [1, 0, 0], 0.9) > variance([0.9, 0.05, 0.05], [1, 0, 0], 0.0)
+    # The page: one right answer and one wrong, and the same 90 % spread over nine right ones.
+    one, nine = ([0.9, 0.1], [1, 0]), ([0.1] * 10, [1] * 9 + [0])
+    spread = [variance(*prompt, b) for prompt in (one, nine) for b in (0.0, 0.9)]
+    np.testing.assert_allclose(spread, [0.0018, 0.1152, 0.801, 0.072], atol=1e-12)
     # A score of two tokens counts as their sum: the lesson's strings have the squared length of the summed score.
     np.testing.assert_allclose(lesson.scores, lesson.token_scores.sum(1))
 
@@ -262,6 +266,13 @@ def test_1_6_two_binary_tokens():
                 means[name][row] += weight * step
     for name, expected in known.items():
         np.testing.assert_allclose(means[name], expected, atol=6e-8)
+
+
+def test_1_6_the_missing_share_of_the_length_as_the_page_says():
+    assert [round(100 * (1 - (0.52 / 0.6) ** (T - 1))) for T in (2, 8, 20)] == [13, 63, 93]
+    for length in (2, 8):
+        missing = 1 - (0.52 / 0.6) ** (length - 1)
+        assert lesson.chain_errors(length, responses=math.inf)[1].item() == pytest.approx(missing, abs=1e-12)
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])
