@@ -46,7 +46,7 @@ def test_every_command_names_a_script_and_flags_that_it_knows(command):
     if not script.endswith(".py"):  # python -m …, or a prompt in a page about the language
         return
     source = (ROOT / script).read_text(encoding="utf-8")
-    if script.startswith("06"):
+    if script.startswith(("06", "examples/with_")):  # which take the flags of 06
         config = lm.options.parse_arguments(lm.Config, lm.GROUPS, "", lm.METRICS, [re.sub("[<>]", "", flag) for flag in flags])
         assert all(name in lm.ALGORITHMS for name in (config.compare or config.algorithm).split(","))
     else:
