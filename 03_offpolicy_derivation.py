@@ -25,17 +25,17 @@ BEHAVIOUR = torch.tensor([0.3, 0.6, 0.1], dtype=torch.float64)  # π_b, who made
 # ## 1. The surrogate objective
 # The policy in iteration t is π_t, the *anchor*. For one prompt we want a policy π near it that earns more reward r:
 #
-#     maximise   J(π) = Σ_y π(y)·r(y) − τ·KL(π ‖ π_t),      KL(π ‖ π_t) = Σ_y π(y)·log(π(y)/π_t(y)).             (3.1)
-# where y runs over all responses. As a single KL, J shows its maximiser. Join the sums, with r = τ·log exp(r/τ):
+#     maximise   F(π) = Σ_y π(y)·r(y) − τ·KL(π ‖ π_t),      KL(π ‖ π_t) = Σ_y π(y)·log(π(y)/π_t(y)).             (3.1)
+# where y runs over all responses. As a single KL, F shows its maximiser. Join the sums, with r = τ·log exp(r/τ):
 #
-#     J(π) = τ·Σ_y π(y)·[ log exp(r(y)/τ) + log π_t(y) − log π(y) ]
+#     F(π) = τ·Σ_y π(y)·[ log exp(r(y)/τ) + log π_t(y) − log π(y) ]
 #          = τ·Σ_y π(y)·log[ π_t(y)·exp(r(y)/τ) / π(y) ].
 #
 # The numerator would be a policy if it summed to 1. So divide it by its sum Z and call the result π*:
 #
 #     π*(y) = π_t(y)·exp(r(y)/τ) / Z,      Z = Σ_y π_t(y)·exp(r(y)/τ),                                           (3.2)
-#     J(π)  = τ·Σ_y π(y)·[ log Z + log(π*(y)/π(y)) ] = τ·log Z − τ·KL(π ‖ π*).                                   (3.3)
-# A KL is never negative, and 0 only between equals: π* is the one maximiser, and J(π*) = τ·log Z.
+#     F(π)  = τ·Σ_y π(y)·[ log Z + log(π*(y)/π(y)) ] = τ·log Z − τ·KL(π ‖ π*).                                   (3.3)
+# A KL is never negative, and 0 only between equals: π* is the one maximiser, and F(π*) = τ·log Z.
 #
 # With numbers, π_t = (.3, .6, .1), r = (0, .8, 1), τ = .5: the three numerators are .3·e⁰ = .3, .6·e^1.6 = 2.9718 and
 # .1·e² = .7389. Their sum is Z = 4.0107, and τ·log Z = .6945.
@@ -55,7 +55,7 @@ log_z = math.log(0.3 + 0.6 * math.exp(1.6) + 0.1 * math.exp(2))
 others = torch.softmax(2 * torch.randn(1000, 3, dtype=torch.float64, generator=lesson.generator), -1)
 objective = (others * (REWARDS - TAU * (others / BEHAVIOUR).log())).sum(-1)  # (3.1)
 single_kl = TAU * (log_z - (others * (others / optimum).log()).sum(-1))
-lesson.check("(3.3) 1000 random π: J(π) and the right side differ by at most", (objective - single_kl).abs().max(), 0)
+lesson.check("(3.3) 1000 random π: F(π) and the right side differ by at most", (objective - single_kl).abs().max(), 0)
 lesson.say("The best policy near π_t is π_t tilted by the rewards. But Z is a sum over all responses.")
 
 # %% [markdown]
@@ -91,7 +91,7 @@ lesson.say("A policy is optimal exactly when no two responses disagree.")
 #     L̂(θ) = Var(a_1 … a_K) / (1+τ)².                                                                           (3.8)
 # Why (1+τ)²? It sets the scale and no direction; some versions of the text omit it (`scale=False`). Our reading: a_i
 # holds a reward with weight 1 and a log-ratio with weight τ, so a_i/(1+τ) is a weighted average, and L̂ does not grow
-# like τ². The step of section 4 has the factor 2τ/(1+τ)² ≤ ½ in place of 2τ: one learning rate serves every τ.
+# like τ². Section 4's step has the factor 2τ/(1+τ)² ≤ ½, not 2τ: never too large, yet near 0 with τ (.02 at τ = .01).
 #
 # With numbers, each arm once and π_θ = π_t, so that a = r: the pairs give .8² + 1² + .2² = 1.68. Divided by K² = 9 this
 # is .1867, and divided by 1.5² it is .0830.
@@ -128,7 +128,7 @@ lesson.say("The loss needs the rewards and log-probabilities of what we hold, an
 #
 #     ∇L̂(θ_t) = −2τ/(1+τ)² · (1/K)·Σ_i (r_i − r̄)·∇log π_θ(y_i).                                               (3.10)
 # That is REINFORCE with the group mean as baseline, up to a constant that a learning rate absorbs. Nobody assumed
-# y ~ π_θ. (With K = 2, L̂ is a regression of log-ratios on rewards, and its first step has the direction of DPO's.)
+# y ~ π_θ. (With K = 2, the first step has the direction of DPO's, which learns from pairs, one preferred to the other.)
 #
 # With numbers: r − r̄ = (−.6, .2, .4). The score of arm i in the logits is e_i − π (e_i is 1 at i, 0 elsewhere), and π
 # drops out because Σ_i (r_i − r̄) = 0. So ∇L̂ = −(2·.5/1.5²)·⅓·(−.6, .2, .4) = (.0889, −.0296, −.0593).
@@ -174,7 +174,7 @@ lesson.say("REINFORCE is the first step on this loss, whoever wrote the response
 #     L̂ = ½·Σ_i Σ_j π_b(i)·π_b(j)·(a_i − a_j)² / (1+τ)² = Var_{y~π_b}(a) / (1+τ)².                             (3.11)
 # It is 0 if and only if a is one number for all responses that π_b can produce. If it can produce every response, then
 # π = π* (section 2), whatever the frequencies. If it cannot, L̂ says nothing about the responses that it lacks.
-# (Many steps on one L̂ are the idea of REBEL and CoPG; REINFORCE takes one, moves the anchor there and starts over.)
+# (REINFORCE takes one step on L̂, moves the anchor there and starts over; REBEL and CoPG take many on one like it.)
 
 # %%
 lesson.section("5. One minimiser for all data, but not one first step")
@@ -194,30 +194,30 @@ lesson.check("(3.11) data without arm 3: L̂ of a policy with 99.9 % on arm 3", 
 if lesson.draws:
     fig, axis = figure(width=7.5, height=4.4)
     arrow = {"arrowstyle": "-|>", "linewidth": 2.5, "color": method_style("reinforce")["color"]}
-    for (name, path), line in zip(paths.items(), ("--", "-.", ":")):
+    for (name, path), (x, y, side) in zip(paths.items(), [(-0.03, 0.03, "right")] * 2 + [(0.03, -0.05, "left")]):
         path = torch.stack([logits[:2] - logits[2] for logits in path])
         tip = path[0] + 0.7 * (path[1] - path[0]) / (path[1] - path[0]).norm()  # the learning rate sets the length
         axis.annotate("", tip.tolist(), path[0].tolist(), arrowprops=arrow)
-        axis.plot(*path.T, linestyle=line, color="black", label=f"many steps on L̂, data {name}")
-    axis.plot([], [], **method_style("reinforce"), label="the single step of REINFORCE")
+        axis.text(tip[0] + x, tip[1] + y, f"data: {name}", ha=side)
+        axis.plot(*path.T, "--", color="black", label="many steps on L̂, same data" if side == "left" else None)
     axis.plot(*path[0], "o", color="black", markersize=9, label=r"start: the anchor $\pi_t$")
     axis.plot(*path[-1], "*", color="black", markersize=16, label=r"end: the minimiser $\pi^*$")
-    axis.set(xlabel="logit 1 − logit 3", ylabel="logit 2 − logit 3",
-             title="The minimiser is the same for every data source; the single step is not")
+    axis.set(xlabel="logit 1 − logit 3", ylabel="logit 2 − logit 3", ylim=(1.12, 2.16),
+             title="One minimiser for every data source; REINFORCE's single step (arrows) depends on it")
     fig.legend(loc="outside lower center", ncols=2)
     lesson.save_figure(fig, "03_pairwise")
 lesson.say("The minimiser is the same for every sampling distribution; the single step is not.")
 
 # %% [markdown]
 # ## 6. Many turns
-# An agent answers several times (the paper's appendix; our reading). A trajectory 𝒯 = (x¹, y¹, …, xⁿ, yⁿ) holds prompts
-# x^l, which the environment draws, responses y^l and one return R. With P(x^l | …) for the environment's dice,
+# An agent answers several times (the paper's appendix; our reading). A trajectory 𝒯 = (x₁, y₁, …, xₙ, yₙ), numbered by
+# turns here, holds prompts x_l, which the environment draws, responses y_l and one return R. With P for its dice,
 #
-#     π_θ(𝒯) = Π_l P(x^l | …)·π_θ(y^l | x^l),   log(π_θ(𝒯)/π_t(𝒯)) = Σ_l log(π_θ(y^l | x^l)/π_t(y^l | x^l)).    (3.12)
-# P cancels: the derivation stays, log π_θ(y_i) is a sum over turns. (A token is a turn whose prompt is the prefix.)
-# One thing is lost: π* would load the dice, which no policy can. With a fair coin x² and R = x² + ½·y¹·y², it wants
-# π*(x² = 1) = e^{1/τ}/(e^{1/τ} + 1). A policy that copies the rest of π* has the log-ratio (R − x²)/τ + const.; so a is
-# x² + const., and Var(a) = ¼ is left.
+#     π_θ(𝒯) = Π_l P(x_l | …)·π_θ(y_l | x_l),   log(π_θ(𝒯)/π_t(𝒯)) = Σ_l log(π_θ(y_l | x_l)/π_t(y_l | x_l)).    (3.12)
+# P cancels: the derivation stays, log π_θ is a sum over turns. (A token is a turn whose prompt is the prefix.)
+# One thing is lost: π* would load the dice, which no policy can. With a fair coin x₂ and R = x₂ + ½·y₁·y₂, it wants
+# π*(x₂ = 1) = e^{1/τ}/(e^{1/τ} + 1). A policy that copies the rest of π* has the log-ratio (R − x₂)/τ + const.; so a =
+# R − (R − x₂) + const. = x₂ + const., and Var(a) = Var(x₂) = ½·½ = ¼ is left.
 
 # %%
 lesson.section("6. Many turns")
@@ -232,16 +232,16 @@ lesson.say("Many turns change nothing in the step. Only luck keeps a policy from
 # Is the step a good one? Train on π_b = (.3, .6, .1) for ever. With μ = Σ_i π_b(i)·r_i the mean update of the logits is
 #
 #     Σ_i π_b(i)·(r_i − μ)·(e_i − π_θ) = c − π_θ·Σ_i π_b(i)·(r_i − μ) = c,      c_i = π_b(i)·(r_i − μ),         (3.13)
-# the same at every π_θ (groups of K give (K−1)/K·c). So the logits walk a line, θ_0 + s·c with s = ηt after t steps of
-# size η, and the largest c wins. Here μ = .58 and c = (.3·(−.58), .6·.22, .1·.42): arm 2, six times as frequent, beats
-# the better arm 3. On the way J = Σ_i π(i)·r_i overshoots: dπ(i)/ds = π(i)·(c_i − c̄) with c̄ = Σ_i π(i)·c_i, so its
-# slope is the covariance of c and r under π, which starts positive and ends negative.
+# the same at every π_θ (groups of K give (K−1)/K·c). So the logits walk a line, θ_0 + s·c after t steps of size η, with
+# s = η·t, and the largest c wins. Here μ = .58 and c = (.3·(−.58), .6·.22, .1·.42): arm 2, six times as frequent, beats
+# the better arm 3. On the way the expected reward, here J = Σ_i π(i)·r_i, overshoots: dπ(i)/ds = π(i)·(c_i − c̄) with
+# c̄ = Σ_i π(i)·c_i, so its slope is the covariance of c and r under π: .0492 at s = 0, π uniform, and −.0017 at s = 20.
 #
 # How frequent must arm 3 be? Let q = π_b(3). If arms 1 and 2 share the rest 1 : 2, then 1 − μ = 7(1−q)/15 and .8 − μ =
 # (4−7q)/15, and c_3 > c_2 reads 7q > ⅔·(4−7q), so q > 8/35. If π_b(1) stays .3, then μ = .56 + .2q, and it reads
-# q·(.44−.2q) > (.7−q)·(.24−.2q), or .4q² − .82q + .168 < 0, so q > (.82 − √.4036)/.8.
+# q·(.44−.2q) > (.7−q)·(.24−.2q), or .4q² − .82q + .168 < 0, so q > (.82 − √.4036)/.8 = .2309.
 #
-# Two repairs: refresh the data from the policy now and then; or weigh each response by π_θ/π_b, which turns (3.13) into
+# Two repairs: refresh the data now and then (seldom is only slower; lesson 04, section 5); or weigh by π_θ/π_b, for
 #
 #     Σ_i π_θ(i)·(r_i − μ)·(e_i − π_θ) = π_θ⊙(r − μ) − π_θ·(J − μ) = π_θ⊙(r − J),   ∇J, as on fresh data.       (3.14)
 
@@ -276,13 +276,13 @@ value = torch.softmax(time[:, None] * drift, -1) @ REWARDS
 lesson.check("J at ηt = 0, 10, 1000", value[[0, 1000, 100000]], [0.6, 0.830138, 0.8], 1e-6)
 lesson.check("J peaks at ηt, with J", [time[value.argmax()], value.max()], [13.2, 0.835], 0.02)
 runs = {"fixed data": train_bandit(BEHAVIOUR, steps=1000),
-        "fixed, with the ratio": train_bandit(torch.ones_like(BEHAVIOUR) / 3, steps=1000, refresh_every=1),  # (3.14)
+        "fixed data with the ratio": train_bandit(torch.ones_like(drift) / 3, steps=1000, refresh_every=1),  # (3.14)
         "refreshed every 10 steps": train_bandit(BEHAVIOUR, steps=1000, refresh_every=10),
         "refreshed every 50 steps": train_bandit(BEHAVIOUR, steps=1000, refresh_every=50)}
-lesson.check(f"J after 1000 steps: {', '.join(runs)}", [run[-1] for run in runs.values()], [0.8, 1, 1, 1], 2e-3)
+lesson.check(f"J after 1000 steps: {'; '.join(runs)}", [run[-1] for run in runs.values()], [0.8, 1, 1, 1], 2e-3)
 q = torch.cat([REWARDS.new_tensor([8 / 35, (0.82 - 0.4036**0.5) / 0.8]), torch.linspace(0.02, 0.6, 100)])
-mixes = {"arms 1 and 2 share the rest 1 : 2 → .2286": torch.stack([(1 - q) / 3, 2 * (1 - q) / 3, q], -1),
-         "arm 1 stays at .3 → .2309": torch.stack([0.3 + 0 * q, 0.7 - q, q], -1)}
+mixes = {"arms 1 and 2 share the rest 1 : 2 (zero at .2286)": torch.stack([(1 - q) / 3, 2 * (1 - q) / 3, q], -1),
+         "arm 1 stays at .3 (zero at .2309)": torch.stack([0.3 + 0 * q, 0.7 - q, q], -1)}
 leads = {name: bandit_drift(mix, REWARDS.expand_as(mix)).diff()[:, 1] for name, mix in mixes.items()}
 lesson.check("c₃ − c₂ at 8/35 (1 : 2) and .2309 (arm 1 at .3)", torch.stack([*leads.values()]).diagonal(), 0)
 if lesson.draws:
@@ -292,14 +292,14 @@ if lesson.draws:
         left.plot(range(1, 1001), run[1:], label=name, **style)
     left.set(title="Fixed data: REINFORCE ends on arm 2, J = .8", xlabel="steps (η = 1)", xscale="log",
              ylabel="expected reward J", ylim=(0.6, 1.02))
-    for name, lead in leads.items():
-        right.plot(q[2:], lead[2:], label=name)
-    right.plot(0.1, drift[2] - drift[1], "ks", label="this bandit: .1")
+    for (name, lead), line in zip(leads.items(), ("-", "--")):
+        right.plot(q[2:], lead[2:], label=name, color="black" if line == "-" else "0.55", linestyle=line)
+    right.plot(0.1, drift[2] - drift[1], "ks", label="this bandit: share .1")
     right.axhline(0, color="0.6", linewidth=1, linestyle="-", zorder=0)
-    right.set(title="Arm 3 wins where its lead is positive", ylabel="lead of arm 3, $c_3 - c_2$", ylim=(-0.26, 0.19),
+    right.set(title="Arm 3 wins if its share is above .23", ylabel="lead of arm 3, $c_3 - c_2$", ylim=(-0.26, 0.19),
               xlabel=r"share of arm 3 in the data, $\pi_b(3)$")
     left.legend(loc="lower right")
-    right.legend(loc="lower right", title="the lead is 0 at", alignment="left")
+    right.legend(loc="lower right", fontsize=9)
     lesson.save_figure(fig, "03_pitfalls")
 lesson.say("Any data may be used, but not any data lead to the best policy.")
 
@@ -333,7 +333,7 @@ lesson.say("What a step does to responses outside the data, the data cannot tell
 # %% [markdown]
 # REINFORCE may use any data: that is proved. That its steps improve the policy, or converge, is not. The paper answers
 # with two principles. One is to regularise the update, which keeps it near the data. Whether that is enough depends: on
-# this bandit narrow clipping ends at J = .70, below REINFORCE's .80 (lesson 04). The other: shape the data (lesson 05).
+# this fixed data narrow clipping ends at J = .70, REINFORCE at .80 (lesson 04). The other: shape the data (lesson 05).
 
 # %%
 def check_data(function):

@@ -442,6 +442,7 @@ def test_3_13_the_peak_is_where_the_covariance_of_drift_and_reward_is_zero():
 
     low, high = 1.0, 100.0
     assert slope(low) > 0 > slope(high)
+    assert slope(0) == pytest.approx((0.132 * 0.8 + 0.042) / 3) and slope(20) == pytest.approx(-0.0017, abs=5e-5)
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if slope(middle) > 0 else (low, middle)
