@@ -1,9 +1,9 @@
 """A world small enough to be exact, in which a policy can be trained on samples of its own past. No algorithm.
 
 A policy writes three tokens, each one of four, in answer to one of four prompts: 64 responses, so that J, the KL
-divergence and the effective sample size are plain sums over all of them. It is a table of logits with the last sizes
-(4, 21): the next token, and what stands before it, nothing, one token (4) or two (16). In front of these stand the
-prompts, and in front the seeds, many worlds at once. Lessons 04 and 05 train in it, one method at a time, by this loop:
+divergence and the effective sample size are plain sums over all of them. It is a table (4, 21) of logits: a row for
+each next token, a column for each prefix, that is, for what stands before it: column 0 nothing, 1 to 4 one token, 5 to
+20 two tokens. One table for each prompt, and seeds in front. Lessons 04 and 05 train in it, by this loop:
 
     generator = torch.Generator().manual_seed(0)
     logits, rewards = random_worlds(20, generator=generator)               # 20 seeds: a task and a first policy each
@@ -50,15 +50,17 @@ def staleness(step, *, sync_interval, sync_offset):
 
 
 # %% The responses, all of them
-
-
 def response_cells():
-    """Where the tokens of every response stand in a flat table of (next token, prefix): (64, 3) integers."""
+    """Where the tokens of every response stand in the flattened (4, 21) table: (64, 3) integers, 21·token + prefix.
+
+    Response (2, 0, 3) has number 2·16 + 0·4 + 3 = 35. Its tokens stand in row 2, column 0 (nothing before); in row 0,
+    column 1 + 2 (after 2); in row 3, column 5 + 4·2 + 0 (after 2, 0): cells 42, 3 and 76.
+    """
     responses, cells, first = torch.arange(VOCABULARY**LENGTH), [], 0
     for position in range(LENGTH):
         here = responses // VOCABULARY ** (LENGTH - 1 - position)  # the tokens so far, as a number of base 4
-        cells.append(here % VOCABULARY * PREFIXES + first + here // VOCABULARY)
-        first += VOCABULARY**position
+        cells.append(here % VOCABULARY * PREFIXES + first + here // VOCABULARY)  # its row, and its column
+        first += VOCABULARY**position  # the first column of prefixes of this length: 0, 1, 5
     return torch.stack(cells, -1)
 
 
@@ -100,8 +102,6 @@ def sample_responses(logits, *, generator):
 
 
 # %% Exact values, all (..., seeds): the mean over the prompts
-
-
 def expected_reward(logits, rewards):
     """J = Σ_y π(y)·r(y)."""
     return (response_logprobs(logits).exp() * rewards).sum(-1).mean(-1)

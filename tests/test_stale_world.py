@@ -74,6 +74,11 @@ def test_response_and_token_logprobs_multiply_along_the_tree():
     close(world.response_logprobs(logits).exp().sum(-1), torch.ones(2, 3))
 
 
+def test_cells_of_the_worked_example():
+    """(2, 0, 3) is response 2·16 + 3 = 35; 21·2 + 0, 21·0 + 1 + 2, 21·3 + 5 + 8."""
+    assert RESPONSES[35] == (2, 0, 3) and world.response_cells()[35].tolist() == [42, 3, 76]
+
+
 def test_worlds_hold_a_quarter_of_right_answers():
     logits, rewards = world.random_worlds(3, generator=torch.Generator().manual_seed(1))
     assert logits.shape == (3, 4, 4, 21) and logits.dtype == torch.float64
