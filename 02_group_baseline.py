@@ -31,7 +31,7 @@ BEHAVIOUR = torch.tensor([0.3, 0.6, 0.1], dtype=torch.float64)  # the policy tha
 # The function has one line of idea, r − r.mean(). (Sort responses by prompt before you reshape them to (prompts, K).)
 # %%
 def group_advantages(rewards, *, leave_one_out=False, std_normalize=False, eps=1e-6):
-    """A_i = r_i − r̄ of each response against its own group, (..., K) → (..., K): paper, section 2.
+    """A_i = r_i − r̄ of each response against its own group, (..., K) → (..., K): arXiv 2509.24203, §2.
     leave_one_out: against the mean of the others. std_normalize: over the population standard deviation, as in GRPO."""
     if rewards.shape[-1:] < (2,) or not rewards.isfinite().all():
         raise ValueError(
@@ -90,7 +90,7 @@ lesson.check("(2.2) K = 2, 3, …, variance over all groups: from single pairs",
              torch.stack([(zeta_2 + 2 * (k - 2) * zeta_1) / (k * (k - 1) / 2) for k in sizes]))
 none, knowing_j = (BEHAVIOUR @ ((REWARDS - b)[:, None] * scores - gradient).square().sum(-1) for b in (0, 0.58))
 lesson.check("(2.2) 4ζ₁ = V(J)", 4 * zeta_1, knowing_j)
-lesson.say("A pair alone (K = 2) is noisier than no baseline; from K = 3 on the group wins.")
+lesson.say("On this bandit a pair alone (K = 2) is noisier than no baseline, and from K = 3 on the group wins.")
 
 # %% [markdown]
 # ## 3. Dividing by the standard deviation re-weights the prompts
@@ -103,9 +103,9 @@ lesson.say("A pair alone (K = 2) is noisier than no baseline; from K = 3 on the 
 #     so the expected update is g_K(p)·∇p,      g_K(p) = E[σ] / (p(1−p))                                     (2.3)
 #
 # instead of (K−1)/K·∇p. For large K, g = 1/√(p(1−p)): it climbs 2·arcsin √p in place of p. For p near 0 or 1 a group
-# has at most one odd answer, and g → √(K−1): the rarest answers count most. Division cannot mend this: a group with
+# has at most one odd answer, and g → √(K−1): the rarest answers count most. What no division mends: a group of
 # equal rewards is silent, with probability p^K + (1−p)^K (p = ¼: 32 % at K = 4, 1 % at K = 16). And beware: where a
-# library takes the sample's σ, with K−1 in place of K, advantages are smaller by √((K−1)/K).
+# library takes the sample's σ, with K−1 in place of K, advantages are smaller, by the factor √((K−1)/K).
 # %%
 def std_gain(success_rate, *, group_size):
     """g_K(p) of (2.3): (...) → (...)."""
@@ -144,11 +144,11 @@ lesson.say("The mean keeps the direction of every prompt; the division decides w
 #     seq-mean-token-sum     Σ_i Σ_t l_t / B             the policy gradient itself
 #     constant               Σ_i Σ_t l_t / (B·c)         the same, over a budget of c tokens (Dr. GRPO)
 #     seq-mean-token-mean    Σ_i (Σ_t l_t / L_i) / B     every response counts the same (GRPO as published)
-#     token-mean             Σ_i Σ_t l_t / Σ_i L_i       every token counts the same (DAPO; the paper's code)    (2.4)
+#     token-mean             Σ_i Σ_t l_t / Σ_i L_i       every token the same, in ONE batch (DAPO; the paper's)   (2.4)
 #
-# Is the third one fair? Take a policy that chooses only its length. A coin says right or wrong, then the response stops
-# after one token, with probability ½, or after two. The reward does not see the length, so the true gradient is 0, and
-# the sum's is: its scores are ½ for stopping and −½ for going on, equally often. But divided by L the second counts
+# Is the third one fair? Take a policy that chooses only its length. A coin says right or wrong, and the policy knows it
+# when it stops after one token, with probability ½, or after two. Rewards do not see the length: the true gradient is 0
+# and the sum's is: its scores are ½ for stopping and −½ for going on, equally often. Divided by L the second counts
 # half, E[(1/L) Σ_t s_t] = ½·½ − ½·½/2 = 1/8. This is multiplied by E[A_i·1(right)] = p(1−p)·(K−1)/K = ¼·⅔ for right
 # answers, K = 3, and by −¼·⅔ for wrong ones: a push of ±1/48 towards shorter right and longer wrong answers.
 # %%
@@ -195,23 +195,24 @@ if lesson.draws:
             path.append(2 - torch.sigmoid(stop))
             stop = stop + 8 * length_gradient(stop, mode=mode)
         right.plot(torch.stack(path), "k" + line)
-    left.set(title="Averaged per response, tokens of long answers count less", ylim=(0, 8), ylabel="weight of a token",
-             xlabel="length of its response (of the 7 others: 8)")
+    left.set(title="A mean makes tokens of long responses count less …", ylim=(0, 4), ylabel="weight of each token",
+             xlabel="length of the response, among 7 others of length 8")
     left.legend()
     right.text(59, 1.7, "wrong answers", ha="right"), right.text(59, 1.3, "right answers", ha="right", va="top")
     right.set(title="… so wrong answers grow and right ones shrink", xlabel="update", ylabel="mean length (1 or 2)")
     lesson.save_figure(fig, "02_length_bias")
-lesson.say("Only a sum is blind to length. A mean over tokens is an opinion about long answers.")
+lesson.say("Only a sum is blind to length. Token-mean is not: its denominator Σ L_i holds the response's own length.")
 
 # %% [markdown]
-# ## 5. Where many rounds end: success amplification
-# Say that each round ends at the policy which best trades the advantages of the round before for closeness to a fixed
-# reference model: it maximises E_π[A] − β·KL(π ‖ π_ref), so it is π_ref·exp(A/β)/Z (lesson 03 derives this). Rewards of
-# 0 and 1 have two advantages, A₊ and A₋. So the odds of being right are the reference's, times a factor:
+# ## 5. Optional: where many rounds end
+# Say that each round ends at the policy with the largest E_π[A] − β·KL(π ‖ π_ref), with the advantages A before it.
+# KL(π ‖ π_ref) = E_π log(π/π_ref) ≥ 0 is 0 only at the reference. Lesson 03 finds π_ref·exp(A/β)/Z. Rewards of 0 and 1
+# have two advantages, A₊ = (1−p)/σ and A₋ = −p/σ, p = p_{n−1}: the odds of right are the reference's, times a factor
 #
-#     p_n/(1−p_n) = p_ref/(1−p_ref) · exp((A₊ − A₋)/β),      A₊ − A₋ = (1−p)/σ + p/σ = 1/√(p(1−p)), p = p_{n−1}  (2.5)
+#     p_n/(1−p_n) = p_ref/(1−p_ref) · exp((A₊ − A₋)/β),      A₊ − A₋ = 1/σ,      σ = √(p(1−p) + ε)               (2.5)
 #
-# The gap is 1 without the division by σ. It is never negative: success is amplified, p_n > p_ref (arXiv 2503.06639).
+# (ε = 10⁻⁵; undivided the gap is 1). It is positive: success is amplified, p_n > p_ref (arXiv 2503.06639). Only p(1−p)
+# counts, so starts p and 1−p meet after one round. At an extreme start σ is so small that the push wins.
 # %%
 def success_path(start, beta, *, reference=0.2, rounds=200, std_normalize=True, eps=1e-5):
     """p_0 = start, p_1, …, p_rounds of (2.5)."""
@@ -221,7 +222,7 @@ def success_path(start, beta, *, reference=0.2, rounds=200, std_normalize=True, 
         path.append(torch.sigmoid(torch.logit(torch.tensor(reference, dtype=torch.float64)) + gap / beta))
     return torch.stack(path)
 
-lesson.section("5. Where many rounds end: success amplification")
+lesson.section("5. Optional: where many rounds end")
 five = torch.tensor([1.0, 0, 0, 0, 0], dtype=torch.float64)  # five equally likely answers, one right: p_ref = .2
 tilted = torch.softmax(group_advantages(five, std_normalize=True, eps=0.0) / 2, -1)[0]
 lesson.check("(2.5) one round, β = 2: π_ref·exp(A/β)/Z", tilted, success_path(0.2, 2, eps=0.0)[1])
@@ -236,22 +237,22 @@ if lesson.draws:
         left.plot(path, "k" + line)
         left.text(8, path[-1] + 0.025, f"β = {beta}: ends at {path[-1]:.2f}", ha="right")
     left.axhline(0.2, color="0.6", linestyle="-"), left.text(8, 0.13, "reference: .20 (β: the pull to it)", ha="right")
-    left.set(title="Rounds of GRPO lift success, but not to 1", xlabel="round", ylabel="success rate", ylim=(0, 1.04))
+    left.set(title="From the reference: up, but not to 1", xlabel="round", ylabel="success rate", ylim=(0, 1.04))
     for start in (0.04, 0.2, 0.5, 0.8, 0.92, 0.95):
         right.plot(success_path(start, 1, rounds=8), "k-" if 0.065 < start < 0.935 else "k:", linewidth=1.5)
-    right.text(8, 0.6, "starts from .065 to .935: to .68", ha="right"), right.text(8, 0.93, "others: to 1", ha="right")
-    right.set(title="Where β = 1 ends depends on the start", xlabel="round", ylim=(0, 1.04))
+    right.text(8, 0.6, ".065 to .935 (.2 joins .8): to .68", ha="right"), right.text(8, 0.93, "others: 1", ha="right")
+    right.set(title="Extreme starts end at 1, others at .68 (β = 1)", xlabel="round", ylim=(0, 1.04))
     lesson.save_figure(fig, "02_success_amplification")
-lesson.say("The push of the advantages and the pull to the reference balance: repeating GRPO need not end at 1.")
+lesson.say("Push of the advantages and pull to the reference balance below 1, unless σ is too small at the start.")
 
 # %% [markdown]
 # ## 6. Friends: the same group, other advantages
 # REINFORCE++ (arXiv 2501.03262) has one mean and one σ for the whole batch: a right answer earns the same on easy and
 # on hard prompts. (Population σ is **our reading**.) NGRPO (arXiv 2509.18851) adds a virtual response with the largest
 # reward to the group, so an all-wrong group of K is not silent: the mean is 1/(K+1), the sample variance 1/(K+1), and
-# each gets −1/√(K+1). A verifier that calls a wrong answer right with probability ρ⁺, and a right one wrong with ρ⁻,
-# says r̃ with E[r̃ | r] = ρ⁺ + (1 − ρ⁺ − ρ⁻)·r; solve for r (arXiv 2510.18924). This only shifts and stretches rewards,
-# so dividing by σ afterwards undoes it exactly.
+# each gets −1/√(K+1). A verifier errs with flip rates: f⁺ is how often it calls a wrong answer right, f⁻ a right one
+# wrong. It says r̃ with E[r̃ | r] = f⁺ + (1 − f⁺ − f⁻)·r; solve for r (arXiv 2510.18924). This only shifts and
+# stretches rewards, so dividing by σ afterwards undoes it exactly.
 # %%
 def batch_whitened_advantages(rewards, *, eps=1e-6):
     return group_advantages(rewards.reshape(-1), std_normalize=True, eps=eps).view(rewards.shape)
@@ -266,7 +267,7 @@ def ngrpo_advantages(rewards, *, max_reward=1.0, eps=1e-6):
     return torch.where(flat, 0.0, advantages)
 
 def noise_corrected_rewards(rewards, *, false_positive_rate, false_negative_rate):
-    """r̂ = (r̃ − ρ⁺)/(1 − ρ⁺ − ρ⁻): the mean is the true reward."""
+    """r̂ = (r̃ − f⁺)/(1 − f⁺ − f⁻): the mean is the true reward."""
     if not (min(false_positive_rate, false_negative_rate) >= 0 and false_positive_rate + false_negative_rate < 1):
         raise ValueError(f"need rates ≥ 0 that sum to less than 1; got {false_positive_rate}, {false_negative_rate}")
     return (1.0 * rewards - false_positive_rate) / (1 - false_positive_rate - false_negative_rate)
@@ -279,7 +280,7 @@ for name, advantages, expected in [
         ("RLOO", group_advantages(group, leave_one_out=True), [6 / 7, -2 / 7]),
         ("GRPO", group_advantages(group, std_normalize=True), [3**0.5, -(3**-0.5)]),
         ("NGRPO", ngrpo_advantages(group), [4 / 3, -2 / 3]),
-        ("noise-corrected, ρ⁺ = .2, ρ⁻ = .1", group_advantages(corrected), [15 / 14, -5 / 14]),
+        ("noise-corrected, f⁺ = .2, f⁻ = .1", group_advantages(corrected), [15 / 14, -5 / 14]),
         ("… divided by σ", group_advantages(corrected, std_normalize=True), [3**0.5, -(3**-0.5)])]:
     lesson.check(f"right and wrong of (1, 1, 0×6): {name}", advantages[[0, -1]], expected, 1e-5)
 batch = torch.tensor([[1.0] * 7 + [0], [1] + [0.0] * 7])
