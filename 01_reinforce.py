@@ -183,7 +183,7 @@ if lesson.draws:
         growth = sum(1 / 9 / p for p in sampler)  # (1.5), π uniform
         left.semilogy(growth ** torch.arange(101), "k" + line, label=f"{sampler}: χ² = {growth - 1:.2g}")
     left.set(title="Whole ratio: the cost explodes", xlabel="length T", ylim=(0.5, 1e12), ylabel="responses worth one")
-    left.legend(loc=(0.36, 0.22), title="π uniform, data from")
+    left.legend(loc=(0.32, 0.25), title="π uniform, data from")
     names = {"reinforce": "no ratio: biased", "reinforce-is": "token ratios: biased", "whole": "whole ratio: unbiased"}
     for (name, label), values in zip(names.items(), error.T):
         right.semilogy(range(1, len(values) + 1), values, label=label, **method_style(name, points=20))
