@@ -188,7 +188,7 @@ if lesson.draws:
     for (name, label), values in zip(names.items(), error.T):
         right.semilogy(range(1, len(values) + 1), values, label=label, **method_style(name, points=20))
     right.axhline(1, color="0.6", linewidth=1, linestyle="-", label="no update at all")
-    right.set(title="Token ratios: nearest to ∇J, yet ever less near", xlabel="length T", ylabel="error / ‖∇J‖, n = 256")
+    right.set(title="Token ratios: nearest to ∇J, but less and less", xlabel="length T", ylabel="error / ‖∇J‖, n = 256")
     right.legend()
     lesson.save_figure(fig, "01_importance")
 lesson.say("Token ratios: a small error near π_b and over few tokens. It grows with both; so stay near (lesson 04).")
