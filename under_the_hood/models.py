@@ -166,8 +166,8 @@ def control_ids(tokenizer) -> tuple[set, set]:
 def decode(tokenizer, tokens, mask, prompt=None) -> list:
     """The text of each response as its reward is to see it: with tags, without what only steers the model.
 
-    prompt: (P, L) ids. A chat template may open a thought there; then the text of each response begins with that tag, or
-    one that is cut off within its thought would pass for an answer.
+    prompt: (P, L) ids. A chat template may open a thought there; then the text of each response begins with that tag,
+    or one that is cut off within its thought would pass for an answer.
     """
     control, stops = control_ids(tokenizer)
     rows = [tuple(ids[:n]) for ids, n in zip(tokens.tolist(), mask.sum(1).tolist())]
