@@ -16,7 +16,7 @@ PROSE = {path.name: [cell.source for cell in notebooks.jupytext.read(path).cells
 
 # The way back, written separately: what a reader sees of a LaTeX command.
 SEEN = {r"\cdot": "·", r"\sum": "Σ", r"\prod": "Π", r"\nabla": "∇", r"\le": "≤", r"\ge": "≥", r"\ne": "≠", r"\lt": "<",
-        r"\gt": ">", r"\to": "→", r"\sim": "~", r"\Vert": "‖", r"\mid": "|", r"\odot": "⊙", r"\cdots": "⋯",
+        r"\gt": ">", r"\to": "→", r"\in": "∈", r"\approx": "≈", r"\sim": "~", r"\Vert": "‖", r"\mid": "|", r"\odot": "⊙", r"\cdots": "⋯",
         r"\ldots": "…", r"\lfloor": "⌊", r"\rfloor": "⌋", r"\ell": "ℓ", r"\mathcal{T}": "𝒯", r"\log": "log",
         r"\exp": "exp", r"\max": "max", r"\min": "min", r"\tfrac{1}{2}": "½", r"\tfrac{1}{3}": "⅓", r"\qquad": "",
         r"\varepsilon": "ε", r"\theta": "θ", r"\pi": "π", r"\tau": "τ", r"\rho": "ρ", r"\chi": "χ", r"\mu": "μ",
