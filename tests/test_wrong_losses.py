@@ -1,4 +1,4 @@
-"""docs/wrong_losses.md: each exhibit's wrong lines are put into our code, and a check by hand tells them from the right.
+"""docs/wrong_losses.md: each exhibit's wrong lines are put into our code; a check by hand tells them from the right.
 
 An exhibit is read from the page, its check is the function of the same name below. Ids such as C31 name small inputs
 that trainers of this kind got wrong.
@@ -14,7 +14,8 @@ import torch
 from conftest import ROOT, build_bigram, build_model
 
 PAGE = (ROOT / "docs" / "wrong_losses.md").read_text(encoding="utf-8")
-FOUND = re.findall(r"## \d+\. (.+)\n\nIn `(.+)`:\n```diff\n((?:[-+] .*\n)+)```\n(?:[^#]|#\d)*?Caught by\s`(.+)::(.+)`", PAGE)
+FOUND = re.findall(
+    r"## \d+\. (.+)\n\nIn `(.+)`:\n```diff\n((?:[-+] .*\n)+)```\n(?:[^#]|#\d)*?Caught by\s`(.+)::(.+)`", PAGE)
 torch.set_num_threads(1)
 
 
@@ -136,7 +137,7 @@ def log_probabilities_in_bfloat16(lm):  # C27: −.4076060 −1.4076060 −2.407
 
 
 def kl_k1_in_the_loss(lm):
-    """C20, π = [.5, .5], ref = [.8, .2]: the gradient of KL(π ‖ ref) with respect to log π is log(π/ref) at each."""
+    """C20, π = [.5, .5], ref = [.8, .2]: the gradient of KL(π ‖ ref) by log π is log(π/ref)."""
     near(slope(lm, [math.log(.5)] * 2, [math.log(.8), math.log(.2)], [0., 0.], algorithm="reinforce", tau=1.0)[0],
          [-.4700036 / 2, .9162907 / 2])
 
