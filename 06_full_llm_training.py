@@ -179,6 +179,8 @@ class Algorithm:
         for field, choices in CHOICES.items():
             if getattr(self, field) not in choices:
                 raise ValueError(f"{field} must be one of {', '.join(choices)}, not {getattr(self, field)!r}")
+        if self.shaping != "none" and (self.baseline != "group" or (self.shaping == "drop" and self.std_normalize)):
+            raise ValueError(f"shaping {self.shaping!r} has the group's mean as its baseline; leave the others alone")
 
 
 CHOICES = {"baseline": ("group", "leave-one-out", "batch", "virtual", "hinted"),
@@ -593,7 +595,7 @@ def collect(model, tokenizer, examples, config: Config, *, version, generator, a
                                                generator=generator)
     except (ValueError, ImportError) as error:
         raise UserError(one_line(error)) from error
-    require(not rewards.isinf().any() and not rewards.isnan().all(), "rewards must be numbers that float32 can hold")
+    require(not rewards.isinf().any(), "rewards must be numbers that float32 can hold")
     ended = (torch.isin(tokens, torch.tensor(sorted(settings["eos_ids"]), device=device)) & mask).any(1)
     samples = [{"question": e.question, "response": texts[i * config.group_size], "answer": e.answer,
                 "reward": rewards[i, 0].item()} for i, e in enumerate(examples[:4])]
@@ -610,6 +612,7 @@ def train_step(model, optimizer, batch: Rollout, config: Config, *, algorithm, g
     """
     lengths, token_logprobs = batch.mask.sum(1).view_as(batch.rewards), logprobs_fn(model, config)
     all_rewards, all_lengths = parallel.gather(batch.rewards), parallel.gather(lengths)  # of all processes, (P, K)
+    require(not all_rewards.isnan().all(), "the verifier could judge no response of the batch")
     try:
         advantages = shaped_advantages(all_rewards, all_lengths, algorithm=algorithm, generator=generator,
                                        noise_rates=friends.noise_rates(config), number=batch.number)

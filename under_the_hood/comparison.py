@@ -4,6 +4,7 @@ import json
 import pathlib
 from dataclasses import replace
 
+from under_the_hood.errors import require
 from under_the_hood.pictures import plot_comparison
 from under_the_hood.runs import read_metrics, store_config, write_text
 
@@ -11,6 +12,7 @@ from under_the_hood.runs import read_metrics, store_config, write_text
 def compare(config, train) -> None:
     """Train the rows of --compare one after the other, each in its own folder under --out, and overlay them."""
     out, results = pathlib.Path(config.out or "runs/compare"), {}
+    require(not (out / "metrics.jsonl").exists(), f"{out} holds a single run; choose another --out for --compare")
     store_config(out, config)
     for name in config.compare.split(","):
         run = replace(config, algorithm=name, out=str(out / name), compare=None,

@@ -21,7 +21,7 @@ def batch_metrics(metrics: dict, batch, rewards, lengths, logprobs) -> dict:
     """The metrics of a step as numbers, and those of its batch added; rewards, lengths: (P, K) of all processes."""
     metrics |= off_policyness(logprobs, batch.old_logprobs, batch.mask)
     unscored, rewards = rewards.isnan(), filled(rewards)
-    metrics |= {"reward": rewards[~unscored].mean(), "completion_length": lengths.float().mean(),
+    metrics |= {"reward": rewards[~unscored].mean(), "completion_length": lengths[lengths > 0].float().mean(),
                 "truncated": parallel.gather(batch.truncated.float()).mean(),
                 "flat_groups": (rewards.amax(1) == rewards.amin(1)).float().mean()}
     if unscored.any():

@@ -328,10 +328,11 @@ def calibrate(config, collect, algorithm) -> None:
         texts = decode(tokenizer, batch.tokens, batch.mask, batch.prompt)
         asked = [e for e in examples for _ in range(config.group_size)]
         truths += [exact(e.question, text, e.answer) > 0 for e, text in zip(asked, texts)]
-        verdicts += (batch.rewards.flatten() > 0).tolist()
+        verdicts += [None if math.isnan(reward) else reward > 0 for reward in batch.rewards.flatten().tolist()]
     rates = []
     for truth, name in ((False, "ρ⁺: wrong answers passed"), (True, "ρ⁻: right answers failed")):
-        errors = torch.tensor([float(verdict != truth) for verdict, t in zip(verdicts, truths) if t == truth])
+        errors = torch.tensor([float(verdict != truth) for verdict, t in zip(verdicts, truths)
+                               if t == truth and verdict is not None])  # None: the verifier could not judge it
         require(len(errors) > 0,
                 f"all {len(truths)} answers are {'wrong' if truth else 'right'}: nothing to count {name}")
         rates.append(errors.mean().item())

@@ -29,6 +29,8 @@ def load_model(name: str, *, device, cache_dir=None, task: str = "addition"):
         folder = built_in_model(built_in_digits(task), cache_dir, name=name, device=device)
         return load_model(str(folder), device=device)
     path, options = pathlib.Path(name), {}
+    require(not (path / "adapter_config.json").exists(),
+            f"--model {name} holds an adapter; merge it into its base first, or take the model/ of its run")
     if name.endswith(".gguf"):
         require(path.is_file(), f"--model {name}: no such file")
         options, name = {"gguf_file": path.name}, str(path.parent)
@@ -103,6 +105,8 @@ def set_chat_options(tokenizer, config) -> None:
                         "'{\"enable_thinking\": false}'") from None
     require(tokenizer.chat_template or not (switches or config.system_prompt),
             "--system-prompt and --chat-template-kwargs are for chat models, and this tokenizer has no chat template")
+    ours = {"tokenize", "conversation", "add_generation_prompt", "continue_final_message", "return_dict"} & {*switches}
+    require(not ours, f"--chat-template-kwargs sets {', '.join(sorted(ours))}, which is not for the user to choose")
     tokenizer.chat_options = (config.system_prompt, switches)
 
 
@@ -119,8 +123,12 @@ def encode_prompts(tokenizer, examples, *, device, worked=()):
             turns = [("system", system)] if system else []
             turns += [turn for other in others for turn in (("user", other.question), ("assistant", other.answer))]
             chats.append([{"role": role, "content": content} for role, content in [*turns, ("user", example.question)]])
-        rows = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False, **switches)
-                for chat in chats]
+        try:
+            rows = [tokenizer.apply_chat_template(chat, **switches, add_generation_prompt=True, return_dict=False)
+                    for chat in chats]
+        except Exception as error:  # whatever a template or one of its switches may raise
+            raise UserError(f"the chat template refuses this prompt ({one_line(error)}); see --system-prompt and "
+                            "--chat-template-kwargs") from None
     else:
         def solved_text(other):
             if other.terse:

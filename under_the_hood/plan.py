@@ -163,7 +163,8 @@ def memory(config, shape, setting: Setting, *, whole_batch: bool = False) -> dic
     if config.engine == "paged":
         cache = min(cache, max(0, setting.available - sum(parts.values())) / 2)
 
-    again = config.shard or config.gradient_checkpointing  # these run the prompt with each response
+    plain = config.engine in ("plain", "uncached")  # 06's own functions
+    again = config.shard or config.gradient_checkpointing or plain  # these run the prompt with each response
     slots = length * (group if again else 1) + group * new  # of a group in a pass
     groups = prompts if whole_batch else min(prompts, max(1, config.micro_batch_tokens // slots))
     responses = groups * group
