@@ -205,7 +205,10 @@ def advantages_of_scored(shaped_advantages, rewards, lengths, *, algorithm, **op
         row = algorithm
         if algorithm.baseline == "hinted" and not known[:, -1].any():  # no verdict on the hinted response
             row = replace(algorithm, baseline="group", std_normalize=True)
-        if known.sum() > 1:
+        if known.sum() > 1 and row.baseline == "virtual":  # the largest reward is that of the whole batch
+            most = max(1.0, rewards[scored].max().item())
+            advantages[known] = ngrpo_advantages(rewards[known][None], max_reward=most)[0]
+        elif known.sum() > 1:
             found = shaped_advantages(rewards[known][None], lengths[known][None], algorithm=row, **options)
             advantages[known] = found[0]
     return advantages

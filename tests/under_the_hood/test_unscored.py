@@ -42,6 +42,13 @@ def test_every_row_gives_the_advantages_of_the_group_without_the_unscored_respon
     torch.testing.assert_close(have[[0, 1, 3, 4, 5]], want)
 
 
+def test_a_group_keeps_its_values_when_another_has_an_unscored_response():
+    rewards = [[10.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 1.0]]
+    want = shaped(rewards, "ngrpo", torch.ones(2, 4))
+    have = shaped([*rewards, [NAN, 0.0, 0.0, 0.0]], "ngrpo", torch.ones(3, 4))
+    torch.testing.assert_close(have[:2], want)
+
+
 def test_icpo_without_a_verdict_on_the_hinted_response_compares_the_plain_ones():
     have = shaped([[1.0, 0.0, 0.0, NAN]], "icpo")[0]
     assert have[3] == 0 and abs(have.sum()) < 1e-6 and have[0] > 0
