@@ -316,7 +316,7 @@ def test_on_policy_every_rec_and_rep_row_but_asymre_is_reinforce():
     assert torch.allclose(asymre, plain - .1 * mask / mask.sum(), atol=1e-16)
 
 
-# ------------------------------------------------------------------------------------------------- handed-over cases
+# ------------------------------------------------------------------------------------------------- cases from public reports
 
 
 def losses_as_logprobs(values, mask):

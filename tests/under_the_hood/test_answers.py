@@ -42,7 +42,7 @@ def rows(table):
 # %% ---------------------------------------------------------------- numbers: marked, boxed, and last in plain text
 
 NUMBERS = [
-    # The handed cases. The number of characters after C46's answer is beyond every grader's "last 300 characters".
+    # Cases from public reports. The number of characters after C46's answer is beyond every grader's "last 300 characters".
     ("C43", "#### 1,234", "1234"),
     ("C43", "She has 45 pens, in all.", "45"),
     ("C43", "#### 1,234,567.50", "1234567.5"),
