@@ -734,7 +734,7 @@ def main(argv=None) -> None:
     with said_in_one_line():  # what the user can put right, and a run that ended early
         config = options.parse_arguments(Config, GROUPS, __doc__, METRICS, argv)
         options.validate(config, ALGORITHMS, try_loss)
-        if config.exercise:
+        if config.exercise is not None:
             sys.exit(exercise(EXERCISES, config.exercise, config.answer))
         if config.dry_run:
             sys.exit(plan.dry_run(config, chosen_algorithm(config)))

@@ -127,13 +127,13 @@ def brief(value) -> str:
 
 
 def exercise(exercises: dict, number: int, answer: str | None):
-    """Do one exercise; returns the exit status: 0 when the answer is right, 1 or a message when it is not.
+    """Do one exercise; returns the exit status: 0 for a right answer, else 1 or a message; 2 if there is no such one.
 
     exercises: number → (question, answer, why), revealed once --answer is given, or
-    number → (task, "def name(arguments):", check), where check(function) returns what is wrong, in words, or None.
-    """
+    number → (task, "def name(arguments):", check), where check(function) returns what is wrong, in words, or None."""
     if number not in exercises:
-        return f"no exercise {number}; this lesson has {sorted(exercises)}"
+        print(f"error: there is no exercise {number}, only {', '.join(map(str, exercises)) or 'none'}", file=sys.stderr)
+        return 2
     text, right, how = exercises[number]
     if not callable(how):
         if answer is None:
@@ -141,7 +141,7 @@ def exercise(exercises: dict, number: int, answer: str | None):
         try:
             same = abs(float(answer) - float(right)) <= 0.01 * abs(float(right))
         except ValueError:
-            same = answer.strip().casefold() == str(right).casefold()
+            same = "".join(answer.split()).casefold() == "".join(str(right).split()).casefold()  # "4, 2" is "4,2"
         print(f"{'Right' if same else f'No: {right}'}. {how}")
         return 0 if same else 1
     path = pathlib.Path(answer or f"exercise_{pathlib.Path(sys.argv[0]).stem[:2]}_{number}.py")

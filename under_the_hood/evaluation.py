@@ -38,10 +38,11 @@ def filled(rewards):
 def off_policyness(logprobs, old_logprobs, mask) -> dict:
     """How far the batch is from the policy: quantiles of the token ratio, and the responses' effective sample size.
 
-    ess = (Σ ρ_seq)² / (B Σ ρ_seq²), 1 when on-policy and 1/B when one response carries all the weight.
+    ess = (Σ ρ_seq)² / (B Σ ρ_seq²), 1 when on-policy and 1/B when one response carries all the weight; of the B
+    responses that train, not of those without a verdict, whose mask is empty.
     """
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
-    sequence = torch.softmax(parallel.gather(log_ratio.sum(1)), 0)
+    sequence = torch.softmax(parallel.gather(log_ratio.sum(1)[mask.any(1)]), 0)
     ratio = parallel.gather(log_ratio[mask]).clamp(-20, 20).exp().sort().values
     at = {f"ratio_p{q:02d}": ratio[int(q / 100 * (len(ratio) - 1))] for q in (5, 50, 95)}
     return {**at, "ratio_max": ratio[-1], "ess": 1 / (sequence**2).sum() / len(sequence)}

@@ -202,14 +202,14 @@ def advantages_of_scored(shaped_advantages, rewards, lengths, *, algorithm, **op
     advantages, scored = torch.zeros_like(rewards), ~rewards.isnan()
     one_group = torch.eye(len(scored), dtype=torch.bool, device=scored.device)[:, :, None]
     for known in [scored] if algorithm.baseline == "batch" else scored & one_group:
-        row = algorithm
-        if algorithm.baseline == "hinted" and not known[:, -1].any():  # no verdict on the hinted response
-            row = replace(algorithm, baseline="group", std_normalize=True)
-        if known.sum() > 1 and row.baseline == "virtual":  # the largest reward is that of the whole batch
+        hint_unscored = algorithm.baseline == "hinted" and not known[:, -1].any()
+        if known.sum() > 1 and algorithm.baseline == "virtual":  # the largest reward is that of the whole batch
             most = max(1.0, rewards[scored].max().item())
             advantages[known] = ngrpo_advantages(rewards[known][None], max_reward=most)[0]
         elif known.sum() > 1:
-            found = shaped_advantages(rewards[known][None], lengths[known][None], algorithm=row, **options)
+            # Without a verdict on the hinted response the plain ones are ICPO's pool, and none has the bonus of a hint
+            timed = options | ({"number": math.inf} if hint_unscored else {})
+            found = shaped_advantages(rewards[known][None], lengths[known][None], algorithm=algorithm, **timed)
             advantages[known] = found[0]
     return advantages
 

@@ -48,7 +48,8 @@ class OutputOptions:
     dry_run: bool = option(False, "train nothing: print steps, tokens and memory; status 3 where it does not fit")
     device_memory: float | None = option(None, "GiB of the CUDA device that --dry-run plans for", "this machine's")
     map: str | None = option(None, "train nothing: draw 06_family.png, the map of all rows, into this folder", "none")
-    exercise: int = option(0, "train nothing: ask question 1, 2 or 3 on reading a run; --answer is yours")
+    exercise: int | None = option(None, "train nothing: ask question 1, 2 or 3 on reading a run; see --answer",
+                                    "none")
     answer: str | None = option(None, "your answer to --exercise", "none")
     log_tokens: int = option(8, "prompts whose responses an evaluating step writes to tokens.jsonl, by token; 0: none")
     report: str | None = option(None, "train nothing: RUN, or RUN1,RUN2: write the run's report.html, every token's "

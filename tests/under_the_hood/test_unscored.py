@@ -50,8 +50,18 @@ def test_a_group_keeps_its_values_when_another_has_an_unscored_response():
 
 
 def test_icpo_without_a_verdict_on_the_hinted_response_compares_the_plain_ones():
-    have = shaped([[1.0, 0.0, 0.0, NAN]], "icpo")[0]
-    assert have[3] == 0 and abs(have.sum()) < 1e-6 and have[0] > 0
+    """Mean 1/3 and ICPO's deviation (ddof 1) √(6/9/2) = .577350: advantages 1.154701, −.577350, and no hint's bonus."""
+    for number in (1, 401):  # the bonus is largest at first
+        have = shaped([[1.0, 0.0, 0.0, NAN]], "icpo", number=number)[0]
+        torch.testing.assert_close(have, torch.tensor([1.154701, -0.577350, -0.577350, 0.0]), rtol=0, atol=5e-6)
+    assert not shaped([[1.0, 1.0, 1.0, NAN]], "icpo").any()
+
+
+def test_the_effective_sample_size_is_that_of_the_scored_responses():
+    """Ratios 1 and 3 of whole responses: (1 + 3)² / (2·(1 + 9)) = .8; a third response has no verdict, so no token."""
+    logprobs, mask = torch.tensor([[0.0], [math.log(3)], [0.5]]), torch.tensor([[True], [True], [False]])
+    found = evaluation.off_policyness(logprobs, torch.zeros(3, 1), mask)
+    assert float(found["ess"]) == pytest.approx(0.8)
 
 
 def test_filled_says_which_groups_are_flat_by_their_scored_rewards():
