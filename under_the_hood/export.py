@@ -9,7 +9,7 @@ import pathlib
 import shlex
 
 from under_the_hood.errors import require
-from under_the_hood.models import BUILT_IN
+from under_the_hood.models import BUILT_IN, chat_switches
 from under_the_hood.runs import write_text
 from under_the_hood.tasks import load_task
 
@@ -99,7 +99,7 @@ def trinity_config(config, row, folder) -> dict:
                   "max_response_tokens": config.max_new_tokens,
                   "max_model_len": config.max_prompt_tokens + config.max_new_tokens,
                   "temperature": config.temperature, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0,
-                  "enable_thinking": json.loads(config.chat_template_kwargs).get("enable_thinking")},
+                  "enable_thinking": chat_switches(config).get("enable_thinking")},
         "buffer": {
             "total_steps": config.steps, "batch_size": config.prompts_per_step,
             "train_batch_size": config.prompts_per_step * config.group_size,
@@ -127,8 +127,14 @@ def export(config, row) -> None:
     require(config.model not in BUILT_IN and not config.model.endswith(".gguf"),
             f"--export trinity: Trinity-RFT trains a hub model or a directory, not --model {config.model}; "
             "try --model Qwen/Qwen2.5-0.5B-Instruct")
-    require(config.reward_noise == "0,0" and not config.lora_rank,
-            "--export trinity has no words for --reward-noise and --lora-rank")
+    switches = chat_switches(config)
+    thinking = switches.pop("enable_thinking", None)
+    cannot = {"--reward-noise": config.reward_noise != "0,0", "--lora-rank": config.lora_rank,
+              "--on-unscored leave-out": config.on_unscored != "stop", "--compare": config.compare,
+              f"--chat-template-kwargs but for enable_thinking ({', '.join(switches)})": switches,
+              f"an enable_thinking of {thinking!r}": thinking not in (None, True, False)}
+    require(not any(cannot.values()), "--export trinity has no words for "
+            + ", nor for ".join(words for words, wanted in cannot.items() if wanted) + "; leave it out")
     setting = "offline" if config.offline else f"I{config.sync_interval}-m{config.sync_offset}"
     out = pathlib.Path(config.out or f"runs/trinity-{config.algorithm}-{pathlib.Path(config.task).stem}-{setting}")
     out = out.resolve()

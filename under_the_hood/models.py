@@ -95,14 +95,18 @@ def sliding_window(model):
     return min((w for w in (getattr(config, name, None) for name in names) if w), default=math.inf)
 
 
-def set_chat_options(tokenizer, config) -> None:
-    """--system-prompt and --chat-template-kwargs, for every prompt that this tokenizer is to make."""
+def chat_switches(config) -> dict:
+    """--chat-template-kwargs."""
     try:
-        switches = json.loads(config.chat_template_kwargs)
-        switches = dict(switches.items())
+        return dict(json.loads(config.chat_template_kwargs).items())
     except (ValueError, AttributeError):
         raise UserError(f"--chat-template-kwargs is {config.chat_template_kwargs!r}; it must be a JSON object, such as "
                         "'{\"enable_thinking\": false}'") from None
+
+
+def set_chat_options(tokenizer, config) -> None:
+    """--system-prompt and --chat-template-kwargs, for every prompt that this tokenizer is to make."""
+    switches = chat_switches(config)
     require(tokenizer.chat_template or not (switches or config.system_prompt),
             "--system-prompt and --chat-template-kwargs are for chat models, and this tokenizer has no chat template")
     ours = {"tokenize", "conversation", "add_generation_prompt", "continue_final_message", "return_dict"} & {*switches}

@@ -99,12 +99,26 @@ def test_offline_is_a_refresh_after_the_last_step(tmp_path):
     (["--export", "verl"], "it can be trinity"), (["--model", "tiny"], "hub model or a directory"),
     (["--model", "x.gguf"], "hub model or a directory"), (["--lora-rank", "8"], "--lora-rank"),
     (["--eps-low", "0"], "ε of 0"), (["--tau", "0.1", "--beta", "0.1"], "two regularisers"),
+    (["--on-unscored", "leave-out"], "--on-unscored leave-out"), (["--compare", "grpo,reinforce"], "--compare"),
+    (["--chat-template-kwargs", '{"enable_thinking": false, "effort": "low", "tools": null}'], "(effort, tools)"),
+    (["--chat-template-kwargs", '{"enable_thinking": "no"}'], "an enable_thinking of 'no'"),
+    (["--chat-template-kwargs", "effort=low"], "must be a JSON object"),
+    (["--lora-rank", "8", "--on-unscored", "leave-out"], "--lora-rank, nor for --on-unscored"),
 ])
 def test_what_has_no_counterpart_is_one_line(flags, words, tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         lm.main(["--export", "trinity", "--model", "some/model", "--out", str(tmp_path), *flags])
     error = capsys.readouterr().err
     assert stop.value.code == 2 and words in error and error.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("switches, expected", [("{}", None), ('{"enable_thinking": false}', False),
+                                               ('{"enable_thinking": true}', True)])
+def test_what_has_a_counterpart_for_chat_models_is_carried_over(switches, expected, tmp_path):
+    made = export(tmp_path, "--chat-template-kwargs", switches, "--system-prompt", "Be brief.")
+    assert made["model"]["enable_thinking"] is expected
+    tasksets = [made["buffer"]["explorer_input"]["taskset"], *made["buffer"]["explorer_input"]["eval_tasksets"]]
+    assert [taskset["format"]["system_prompt"] for taskset in tasksets] == ["Be brief."] * 2
 
 
 def test_a_file_is_not_replaced_unasked(tmp_path, capsys):
