@@ -1,148 +1,360 @@
 """make mutants: change one operator or constant of the product at a time; does a test fail?
 
-    python tests/mutants.py                          300 places, seed 0: hours on 2 cores
-    python tests/mutants.py --count 40 --only fast   40 places of under_the_hood/fast.py
-    python tests/mutants.py --list --count 300       only say which places these are
+    python tests/mutants.py                            300 places, seed 0: about an hour on one core
+    python tests/mutants.py --count 40 --only fast     40 places of under_the_hood/fast.py
+    python tests/mutants.py --list                     only say which places these are
+    python tests/mutants.py --again                    the survivors once more, after new tests
 
-A mutant runs in a copy of the tree, against the quick tests of its file, until one fails. Reported: the share caught by
-file, and every survivor. Those that mean the same as the original stand in tests/equivalent_mutants.md, each with the
-reason; they are left out of the share.
+First every quick test is run once, to see which lines of the product it executes. Then a mutant, in a copy of the tree,
+meets the tests that execute its statement, those of its own file first, until one fails or takes ten times as long as
+it did. What no quick test executes meets the slow tests of its file. Reported: the share caught by file, and every
+survivor. Those that mean the same as the original stand in tests/equivalent_mutants.md, each with the reason; they are
+left out of the share. Everything is noted in runs/mutants at once, so a run that was stopped goes on.
+
+Not counted: tests that compare our text with text (LEFT_OUT), for which any change is a change; how a picture looks.
 """
 
 import argparse
 import ast
-import concurrent.futures
+import contextlib
+import hashlib
+import json
 import os
 import pathlib
-import random
 import re
+import resource
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
-from collections import Counter
+import time
+from collections import Counter, defaultdict
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 EQUIVALENT = ROOT / "tests" / "equivalent_mutants.md"
 FILES = [*sorted(ROOT.glob("0[1-6]_*.py")), ROOT / "stale_world.py", *sorted((ROOT / "under_the_hood").glob("*.py"))]
-OPERATORS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.Pow: ast.Mult,
-             ast.FloorDiv: ast.Mult, ast.Mod: ast.Mult, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.Lt: ast.LtE,
-             ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.And: ast.Or,
-             ast.Or: ast.And, ast.USub: ast.UAdd, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn,
-             ast.NotIn: ast.In}
+LEFT_OUT = {"test_copies", "test_layout", "test_notebooks", "test_wrong_losses", "test_readme", "test_site",
+            "test_contributing", "test_glossary", "test_own_loop", "test_mutants"}
+OPERATORS = {ast.Add: "+-", ast.Sub: "-+", ast.Mult: "*/", ast.Div: "/*", ast.Pow: ("**", "*"),
+             ast.FloorDiv: ("//", "*"), ast.Mod: "%*", ast.BitAnd: "&|", ast.BitOr: "|&", ast.Lt: ("<", "<="),
+             ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"), ast.Eq: ("==", "!="),
+             ast.NotEq: ("!=", "=="), ast.And: ("and", "or"), ast.Or: ("or", "and"), ast.USub: "-+",
+             ast.Is: ("is", "is not"), ast.IsNot: ("is not", "is"), ast.In: ("in", "not in"), ast.NotIn: ("not in", "in")}
+FUNCTIONS, PARTS = (ast.FunctionDef, ast.AsyncFunctionDef), ("body", "orelse", "finalbody", "handlers", "cases")
+
+
+# Which places there are, and what a change there looks like
+
+def span(starts, first, last):
+    """(begin, end) in the UTF-8 bytes of the source, from the start of one node to the end of another."""
+    return (starts[first.lineno - 1] + first.col_offset, starts[last.end_lineno - 1] + last.end_col_offset)
 
 
 def changes(node):
-    """What can be changed at a node: functions that do it and return words for it."""
-    if isinstance(node, (ast.BinOp, ast.BoolOp, ast.UnaryOp)) and type(node.op) in OPERATORS:
-        yield node, "op", OPERATORS[type(node.op)]()
+    """What can be changed at a node: (operand before, operand after, old, new); the operands are None at a constant."""
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        yield [(node.left, node.right)], *OPERATORS[type(node.op)]
+    if isinstance(node, ast.BoolOp):
+        yield list(zip(node.values, node.values[1:])), *OPERATORS[type(node.op)]
     if isinstance(node, ast.Compare) and type(node.ops[0]) in OPERATORS:
-        yield node, "ops", [OPERATORS[type(node.ops[0])](), *node.ops[1:]]
+        yield [(node.left, node.comparators[0])], *OPERATORS[type(node.ops[0])]
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        yield [(None, node.operand)], "-", "+"
     if isinstance(node, ast.Constant) and type(node.value) in (int, float, bool):
         value = node.value
-        yield node, "value", not value if isinstance(value, bool) else value + 1 if value in (0, 1) else value * 2
+        yield [], None, str(not value if isinstance(value, bool) else value + 1 if value in (0, 1) else value * 2)
 
 
 def places(path):
-    """[(line, index of the node in ast.walk, index of its change)] inside functions, where a change can mean something.
+    """[(words, mutated source, lines of the statement)] inside functions, where a change can mean something.
 
     Lessons: functions only, since what stands between them is a claim with its own expected number. Text is left alone.
     """
-    tree, found = ast.parse(path.read_text(encoding="utf-8")), []
-    functions = [n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    inside = {id(n) for function in functions for statement in function.body for n in ast.walk(statement)}
-    text = {id(n) for joined in ast.walk(tree) if isinstance(joined, ast.JoinedStr) for n in ast.walk(joined)}
-    for i, node in enumerate(ast.walk(tree)):
-        if id(node) in inside and id(node) not in text:
-            found += [(node.lineno, i, j) for j, _ in enumerate(changes(node))]
+    source = path.read_bytes()
+    starts = [0]
+    for line in source.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    found, seen = [], Counter()
+
+    def visit(node, function, lines, parents):
+        if isinstance(node, ast.JoinedStr):
+            return
+        if isinstance(node, ast.stmt):  # of a compound statement only the head
+            inner = [n.lineno for part in PARTS for n in getattr(node, part, []) if hasattr(n, "lineno")]
+            lines = range(node.lineno, min(inner, default=node.end_lineno + 1))
+        for pairs, old, new in changes(node) if function else ():
+            begin, end = span(starts, node, node)
+            changed, at = b"", begin
+            for left, right in pairs:
+                gap = (span(starts, left, left)[1] if left else begin, span(starts, right, right)[0])
+                operator = re.search(re.escape(old).replace(r"\ ", r"\s+").encode(), source[gap[0]:gap[1]])
+                changed += source[at:gap[0] + operator.start()] + new.encode()
+                at = gap[0] + operator.end()
+            changed = b"(" + changed + source[at:end] + b")" if pairs else new.encode()
+            around = parents[-1] if not pairs and parents and isinstance(parents[-1], ast.expr) else node
+            if len(ast.unparse(around)) > 70:
+                around = node
+            a, b = span(starts, around, around)
+            before, after = source[a:b], source[a:begin] + (changed[1:-1] if pairs else changed) + source[end:b]
+            words = " ".join(f"{function}: {before.decode()} → {after.decode()}".split())
+            seen[words] += 1
+            mutated = (source[:begin] + changed + source[end:]).decode()
+            found.append((words + f" ({seen[words]})" * (seen[words] > 1), mutated, lines))
+        for name, value in ast.iter_fields(node):
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST):
+                    inside = function
+                    if isinstance(node, FUNCTIONS) and name == "body":
+                        inside = f"{function}.{node.name}" if function else node.name
+                    visit(child, inside, lines, [*parents, node])
+
+    visit(ast.parse(source), "", range(0), [])
     return found
 
 
-def mutate(source: str, node_index: int, change_index: int):
-    """(the mutated source, the line's change in words)."""
-    tree = ast.parse(source)
-    node = next(n for i, n in enumerate(ast.walk(tree)) if i == node_index)
-    target, field, value = list(changes(node))[change_index]
-    before = ast.unparse(node)
-    setattr(target, field, value)
-    return ast.unparse(tree), f"{before} → {ast.unparse(node)}"
+def looks(words):
+    """Is it a number of a drawing, such as a font size? Nobody's result depends on it, and the eye is its test."""
+    return re.search(r"\b(figsize|fontsize|linewidth|alpha|zorder|dpi|markersize|labelpad|pad|lw)=", words)
 
 
-def tests_of(path) -> list:
-    """The test files that speak of a file."""
-    name, rooms = path.stem, "tests/under_the_hood"
-    training = [str(p.relative_to(ROOT)) for p in sorted((ROOT / "tests").glob("test_06_*.py"))]
-    if re.match(r"0[1-5]", name):
-        return [f"tests/test_{name}.py", "tests/test_copies.py"]
-    if name == "stale_world":
-        return ["tests/test_stale_world.py", "tests/test_04_regularization.py"]
-    if name.startswith("06"):
-        return [*training, rooms]
-    own = f"{rooms}/test_{name}.py"
-    return [own] * (ROOT / own).exists() + [rooms, *training]
+# Running tests in a process of their own, which has the libraries already
+
+def fork(tree, file, plugin, *, seconds):
+    """The exit status of pytest over one test file, in a child that starts with what this process has imported.
+
+    None if it was killed, by the clock or by the memory it wanted.
+    """
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        os.chdir(tree)
+        for stream in (1, 2):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+        resource.setrlimit(resource.RLIMIT_DATA, (8 << 30, 8 << 30))
+        signal.alarm(seconds)  # its default action ends the process, whatever it is doing
+        import pytest
+        os._exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", file], plugins=[plugin]))
+    status = os.waitpid(child, 0)[1]
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)  # what a killed test left running
+    return os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else None
 
 
-def caught(tree: pathlib.Path, path, mutated: str, *, seconds: int) -> bool:
-    """Does a test fail, or hang, with this source in the place of the file?"""
-    target = tree / path.relative_to(ROOT)
-    original = target.read_text(encoding="utf-8")
+class Recorder:
+    """Notes the lines of the product that each quick test runs, and how long the test takes.
+
+    What a fixture of a wide scope ran counts for every test that asks for it; what an import ran, for the whole file.
+    """
+
+    def __init__(self, tree, out):
+        self.prefix, self.files = f"{tree}/", {str(tree / path.relative_to(ROOT)) for path in FILES}
+        self.lines, self.seconds, self.needs, self.bad = defaultdict(set), Counter(), {}, set()
+        self.context, self.importing, self.out = "import", None, out
+
+    def trace(self, frame, event, _):
+        name = frame.f_code.co_filename
+        if name not in self.files:
+            return None
+        if frame.f_code.co_name == "<module>" and event in ("call", "return"):
+            if event == "call" and self.importing is None:
+                self.importing = frame
+            elif self.importing is frame and event == "return":
+                self.importing = None
+        self.lines["import" if self.importing else self.context].add((name, frame.f_lineno))
+        return self.trace
+
+    def pytest_collection(self):
+        import threading
+        sys.settrace(self.trace)
+        threading.settrace(self.trace)
+
+    def pytest_collection_modifyitems(self, items):
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+
+    def pytest_runtest_setup(self, item):
+        self.context = item.nodeid
+        definitions = item._fixtureinfo.name2fixturedefs.values()
+        self.needs[item.nodeid] = {f"fixture {d.baseid} {d.argname}" for many in definitions for d in many}
+        sys.settrace(self.trace)
+
+    import pytest
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef):
+        before = self.context
+        self.context = f"fixture {fixturedef.baseid} {fixturedef.argname}" * (fixturedef.scope != "function") or before
+        try:
+            return (yield)
+        finally:
+            self.context = before
+
+    def pytest_runtest_logreport(self, report):
+        self.seconds[report.nodeid] += report.duration
+        self.bad |= {report.nodeid} if report.failed else set()
+
+    def pytest_sessionfinish(self):
+        sys.settrace(None)
+        rows = {}
+        for test in self.seconds.keys() - self.bad:
+            lines = defaultdict(list)
+            for context in ("import", test, *self.needs.get(test, ())):
+                for name, line in self.lines.get(context, ()):
+                    lines[name.removeprefix(self.prefix)].append(line)
+            rows[test] = {"seconds": self.seconds[test], "lines": lines}
+        self.out.write_text(json.dumps({"tests": rows, "failed": sorted(self.bad)}), encoding="utf-8")
+
+
+class Chosen:
+    """Runs these tests and no others, the quickest first, each against the clock; notes the first that fails."""
+
+    def __init__(self, seconds, note):
+        self.seconds, self.note = seconds, note
+
+    def pytest_collection_modifyitems(self, items):
+        items[:] = sorted((i for i in items if i.nodeid in self.seconds), key=lambda item: self.seconds[item.nodeid])
+
+    def pytest_runtest_setup(self, item):
+        self.note.write_text(item.nodeid, encoding="utf-8")
+        signal.alarm(int(20 + 10 * self.seconds[item.nodeid]))
+
+
+class Slow(Chosen):
+    """Runs the slow tests of a file."""
+
+    def __init__(self, note):
+        super().__init__(defaultdict(lambda: 20), note)
+
+    def pytest_collection_modifyitems(self, items):
+        items[:] = [item for item in items if item.get_closest_marker("slow")]
+
+
+def own(test, path):
+    """Is it a test file of this product file?"""
+    stem = pathlib.Path(test).stem
+    return stem.startswith("test_06") if path.name.startswith("06") else stem.startswith(f"test_{path.stem}")
+
+
+def caught(tree, path, mutated, lines, record, note):
+    """(name of the test that fails or hangs with this source in the place of the file, or "", how many ran it)."""
+    name = str(path.relative_to(ROOT))
+    target = tree / name
+    times = target.stat()
     target.write_text(mutated, encoding="utf-8")
     try:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", *tests_of(path)]
-        run = subprocess.run(command, cwd=tree, capture_output=True, timeout=seconds, env=environment)
-        return run.returncode in (1, 2)
-    except subprocess.TimeoutExpired:
-        return True
+        chosen = {}
+        for file, tests in record.items():
+            hit = {test: row["seconds"] for test, row in tests.items() if set(lines) & set(row["lines"].get(name, ()))}
+            chosen |= {file: hit} if hit else {}
+        plan = [(file, Chosen(chosen[file], note)) for file in
+                sorted(chosen, key=lambda file: (not own(file, path), sum(chosen[file].values())))]
+        plan = plan or [(file, Slow(note)) for file in record if own(file, path)]
+        for file, plugin in plan:
+            note.write_text(f"{file} (import)", encoding="utf-8")
+            status = fork(tree, file, plugin, seconds=120)
+            if status in (1, 2, None):
+                return note.read_text(encoding="utf-8"), sum(map(len, chosen.values()))
+            if status not in (0, 5):
+                raise SystemExit(f"pytest ended with {status} on {file}")
+        return "", sum(map(len, chosen.values()))
     finally:
-        target.write_text(original, encoding="utf-8")
+        shutil.copy2(ROOT / name, target)
+        os.utime(target, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
 def copy_of_the_tree(folder: pathlib.Path) -> pathlib.Path:
-    left_out = shutil.ignore_patterns(".git", ".venv*", "runs", "__pycache__", ".pytest_cache", "site", "node_modules")
+    left_out = shutil.ignore_patterns(".git", ".venv*", "runs", "__pycache__", ".pytest_cache", ".hypothesis", "site",
+                                      "node_modules")
     return pathlib.Path(shutil.copytree(ROOT, folder / "tree", ignore=left_out))
+
+
+def read_log(log):
+    """words → the last thing noted."""
+    rows = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()] if log.exists() else []
+    return {row["place"]: row for row in rows}
+
+
+def recorded(trees, out, files):
+    """test file → test → seconds and lines: from out, or made now where a test file or the product has changed."""
+    product = "".join(path.read_text(encoding="utf-8") for path in [*FILES, ROOT / "utils.py", ROOT / "tests/conftest.py"])
+    record = {}
+    for file in files:
+        key = hashlib.sha256((product + (ROOT / file).read_text(encoding="utf-8")).encode()).hexdigest()[:16]
+        stored = out / f"{pathlib.Path(file).stem}-{key}.json"
+        if not stored.exists():
+            for old in out.glob(f"{pathlib.Path(file).stem}-????????????????.json"):
+                old.unlink()
+            fork(trees[0], file, Recorder(trees[0], stored), seconds=1800)
+        rows = json.loads(stored.read_text(encoding="utf-8")) if stored.exists() else {"tests": {}, "failed": [file]}
+        record[file] = rows["tests"]
+        if rows["failed"]:
+            print("fails without a change, left out:", *rows["failed"], sep="\n  ", flush=True)
+    return record
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=300, help="places to change (default 300)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="", help="part of a file's name")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument("--seconds", type=int, default=600, help="longest run of the tests; what hangs is caught")
+    parser.add_argument("--only", default="", help="part of FILE: WORDS of a place, as --list prints them")
+    parser.add_argument("--tests", default="", help="part of a test file's name: only these tests")
+    parser.add_argument("--jobs", type=int, default=1, help="processes (default 1)")
+    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "runs" / "mutants")
     parser.add_argument("--list", action="store_true", help="only list the places")
+    parser.add_argument("--again", action="store_true", help="try the survivors of the log again")
     args = parser.parse_args()
-    everything = [(path, *place) for path in FILES if args.only in path.name for place in places(path)]
-    chosen = random.Random(args.seed).sample(everything, min(args.count, len(everything)))
-    known = EQUIVALENT.read_text(encoding="utf-8") if EQUIVALENT.exists() else ""
-    total, alive, jobs = Counter(), [], []
-    for path, line, *place in chosen:
-        mutated, words = mutate(path.read_text(encoding="utf-8"), *place)
-        label = f"{path.relative_to(ROOT)}:{line}: {words}"
-        if f"`{path.name}`: `{words}`" in known.replace("\\|", "|"):
-            continue
-        total[path.name] += 1
-        jobs.append((path, label, mutated))
+
+    everything = [(path, f"{path.relative_to(ROOT)}: {words}", mutated, lines)
+                  for path in FILES for words, mutated, lines in places(path) if not looks(words)]
+    everything = [place for place in everything if args.only in place[1]]
+    # Drawn by a hash, so that an edit elsewhere in the product leaves the draw as it is.
+    everything.sort(key=lambda place: hashlib.sha256(f"{args.seed} {place[1]}".encode()).digest())
+    known = EQUIVALENT.read_text(encoding="utf-8").replace("\\|", "|") if EQUIVALENT.exists() else ""
+    chosen = everything[:args.count]
+    counted = [place for place in chosen if f"`{place[1]}`" not in known]
     if args.list:
-        return print(*(label for _, label, _ in jobs), sep="\n")
-    with tempfile.TemporaryDirectory() as scratch, concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        return print(*(f"{place[1]}  [line {place[3][0]}]" for place in counted), sep="\n")
+
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    import hypothesis
+    import transformers
+    for name in ("GPT2LMHeadModel", "LlamaForCausalLM", "Qwen2ForCausalLM"):
+        getattr(transformers, name)  # imported here once, not in every child
+    hypothesis.settings.register_profile("mutants", database=None, derandomize=True, deadline=None, phases=(
+        hypothesis.Phase.explicit, hypothesis.Phase.generate))  # a failure need not be made small
+    hypothesis.settings.load_profile("mutants")
+    args.out.mkdir(parents=True, exist_ok=True)
+    log = args.out / "log.jsonl"
+    files = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests").rglob("test_*.py"))]
+    files = [file for file in files if args.tests in file and pathlib.Path(file).stem not in LEFT_OUT]
+    with tempfile.TemporaryDirectory() as scratch:
         trees = [copy_of_the_tree(pathlib.Path(scratch) / str(i)) for i in range(args.jobs)]
-
-        def run(job):
-            tree = trees.pop()
-            try:
-                return caught(tree, job[0], job[2], seconds=args.seconds)
-            finally:
-                trees.append(tree)
-
-        for job, found in zip(jobs, pool.map(run, jobs)):
-            print("caught  " if found else "SURVIVED", job[1], flush=True)
-            alive += [] if found else [job]
-    lost = Counter(path.name for path, _, _ in alive)
-    for name, count in sorted(total.items()):
-        print(f"{name:28} {count - lost[name]} of {count}")
-    print(f"{len(jobs) - len(alive)} of {len(jobs)} mutants caught, {100 * (1 - len(alive) / max(1, len(jobs))):.0f} %")
-    sys.exit(1 if len(alive) > 0.05 * len(jobs) else 0)
+        record = recorded(trees, args.out, files)
+        done = read_log(log)
+        jobs = [place for place in counted if place[1] not in done or args.again and not done[place[1]]["caught"]]
+        workers = []
+        for i, tree in enumerate(trees):
+            workers.append(os.fork())
+            if workers[-1] == 0:
+                for path, words, mutated, lines in jobs[i::args.jobs]:
+                    began = time.time()
+                    by, tests = caught(tree, path, mutated, lines, record, pathlib.Path(scratch) / f"note{i}")
+                    row = {"place": words, "line": lines[0], "caught": by, "tests": tests,
+                           "seconds": round(time.time() - began, 1)}
+                    with log.open("a", encoding="utf-8") as out:
+                        out.write(json.dumps(row, ensure_ascii=False) + "\n")
+                    print("caught  " if by else "SURVIVED", words, "" if tests else "(slow tests)", flush=True)
+                os._exit(0)
+        for worker in workers:
+            os.waitpid(worker, 0)
+    done = read_log(log)
+    rows = [(path.name, done[words]) for path, words, _, _ in counted if words in done]
+    total, alive = Counter(name for name, _ in rows), Counter(name for name, row in rows if not row["caught"])
+    print(*(f"SURVIVED {row['place']}  [line {row['line']}, {row['tests']} tests]" for _, row in rows if not row["caught"]),
+          *(f"{name:28} {count - alive[name]} of {count}" for name, count in sorted(total.items())), sep="\n")
+    lost = sum(alive.values())
+    print(f"{len(rows) - lost} of {len(rows)} mutants caught, {100 * (1 - lost / max(1, len(rows))):.1f} %; "
+          f"{len(chosen) - len(counted)} more mean the same; {sum(row['seconds'] for _, row in rows):.0f} s")
+    sys.exit(1 if lost > 0.05 * len(rows) or len(rows) < len(counted) else 0)
 
 
 if __name__ == "__main__":
