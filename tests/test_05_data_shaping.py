@@ -111,6 +111,13 @@ def test_red_drop_known_groups(dtype):
         assert keep.all() and advantages.tolist() == want
 
 
+def test_red_drop_keeps_a_reward_at_the_mean_in_any_unit():
+    """1, 2, 3, 2 units: the mean is 2, up to rounding, which is larger where the rewards are."""
+    for unit in torch.rand(100, generator=torch.Generator().manual_seed(0)).tolist():
+        for scale in (1e-4, 1, 1e4):
+            assert lesson.red_drop(torch.tensor([1.0, 2, 3, 2]) * (unit * scale))[1].all()
+
+
 def test_red_drop_takes_integers_and_treats_every_group_by_itself():
     rewards = torch.tensor([[1, 0, 0], [0, 0, 0]])
     advantages, keep = lesson.red_drop(rewards)
@@ -283,6 +290,7 @@ def test_adaptive_temperature_reads_rounding_as_balance_and_survives_large_advan
     advantages = torch.tensor([1.0, 0.0, 0.0]) - torch.tensor([1.0, 0.0, 0.0]).mean()  # do not quite sum to 0
     assert lesson.adaptive_temperature(advantages, torch.tensor([7, 7, 7])) is None
     assert lesson.adaptive_temperature(torch.tensor([5000.0, -5000.0]), torch.tensor([1, 1000])) == 100.0
+    assert lesson.adaptive_temperature(torch.tensor([-4000.0, -5000.0]), torch.tensor([1, 1])) == 0.8  # < 0 at any T
 
 
 # ---------------------------------------------------------------- own samples

@@ -600,3 +600,10 @@ def test_weight_temperature_is_used():
     advantages = lm.shaped_advantages(GROUP, torch.ones(1, 8), algorithm=row)[0]
     assert advantages[0].item() == pytest.approx(.75 * math.exp(.375)) and advantages[7].item() == pytest.approx(
         -.25 * math.exp(-.125))
+
+
+def test_red_drop_keeps_a_reward_at_the_mean_in_any_unit():
+    """1, 2, 3, 2 units: the mean is 2, up to rounding, which is larger where the rewards are."""
+    for unit in torch.rand(100, generator=torch.Generator().manual_seed(0)).tolist():
+        for scale in (1e-4, 1, 1e4):
+            assert lm.red_drop(torch.tensor([1.0, 2, 3, 2]) * (unit * scale))[1].all()

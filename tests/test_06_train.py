@@ -9,7 +9,9 @@ import copy
 import dataclasses
 import importlib
 import itertools
+import json
 import math
+import types
 
 import pytest
 import torch
@@ -566,3 +568,12 @@ def test_improves_what_it_is_rewarded_for(kind):
                       algorithm=lm.ALGORITHMS["rec-oneside-nois"], generator=draw)
         shares.append(rewards.mean().item())
     assert sum(shares[-5:]) > sum(shares[:5]) + 3
+
+
+def test_tokens_per_second_are_those_of_all_responses_over_the_seconds_of_the_step(tiny_run, tmp_path, monkeypatch, quick):
+    ticks = itertools.count(0, 4)  # the clock is read before a step and after it: 4 seconds each
+    monkeypatch.setattr(lm, "time", types.SimpleNamespace(perf_counter=lambda: next(ticks)))
+    lm.main([*tiny_run[2], "--steps", "2", "--device", "cpu", "--out", str(tmp_path / "run")])
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    speeds = [(line["tokens_per_second"], 16 * line["completion_length"] / 4) for line in lines[1:]]
+    assert len(speeds) == 2 and all(found == pytest.approx(expected) for found, expected in speeds)

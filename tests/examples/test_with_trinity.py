@@ -1,5 +1,6 @@
 """--export trinity: what Trinity's own classes make of the file is our row, and the rows it lacks are named."""
 
+import dataclasses
 import importlib
 import json
 
@@ -7,6 +8,7 @@ import pytest
 import yaml
 from conftest import ROOT
 from other_trainers import ask  # noqa: F401 (fixture)
+from under_the_hood import export as trinity
 
 lm = importlib.import_module("06_full_llm_training")
 LACKS = {  # row → a word of the reason
@@ -37,6 +39,33 @@ def test_a_row_that_trinity_lacks_is_refused_and_named(name, tmp_path, capsys):
     error = capsys.readouterr().err
     assert stop.value.code == 2 and error.startswith("error: Trinity-RFT has no setting for this row")
     assert LACKS[name] in error and error.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("change, word", [
+    ({"process_weight": 0.5}, "from entropy"), ({"entropy_target": 0.5}, "second batch"), ({"graded": True}, "all-wrong"),
+    ({"worked_examples": 1}, "worked examples"), ({"correct_noise": True}, "error rates"),
+    ({"refill": True}, "flat groups"), ({"overlong_share": 0.2}, "length penalty"),
+    ({"per_token_reward": True}, "per token"), ({"baseline": "virtual"}, "virtual"), ({"baseline": "batch"}, "batch's"),
+    ({"shaping": "adaptive-weight"}, "lengths"), ({"weight": "capped-mean"}, "geometric"),
+    ({"level": "trajectory"}, "whole response"), ({"aggregation": "constant"}, "the mean constant"),
+    ({"aggregation": "seq-mean-token-sum"}, "the mean seq"), ({"aggregation": "seq-mean-token-mean"}, "the mean seq"),
+    ({"level": "sequence"}, "nothing else of it"), ({"level": "sequence", "clip": "one_side"}, "nothing else of it"),
+    ({"tau": 0.5, "beta": 0.5}, "two regularisers"),
+    *[({"weight": "ratio", "weight_cap": 2.0, **more}, "capped") for more in ({"clip": "one_side"}, {"tau": 0.5},
+                                                                              {"beta": 0.5})],
+    ({"shaping": "weight", "weight": "ratio"}, "RED's weight"),
+    *[({"clip": "one_side", **more}, "ε of 0") for more in ({"eps_low": 0.0}, {"eps_low": 1.5}, {"eps_high": 0.0})]])
+def test_each_setting_that_trinity_lacks_is_a_reason_of_its_own(change, word):
+    row = dataclasses.replace(lm.ALGORITHMS["reinforce"], **change)
+    assert word in trinity.missing_in_trinity(row)
+
+
+@pytest.mark.parametrize("change", [
+    {}, {"tau": 0.5}, {"beta": 0.5}, {"clip": "one_side", "eps_low": 1.0}, {"weight": "ratio", "weight_cap": 2.0},
+    {"weight": "ratio", "clip": "ring", "beta": 0.5}, {"shaping": "weight"}, {"shaping": "drop"}, {"eps_low": 0.0},
+    {"level": "sequence", "clip": "one_side", "aggregation": "seq-mean-token-mean"}])
+def test_a_setting_that_trinity_has_is_no_reason(change):
+    assert trinity.missing_in_trinity(dataclasses.replace(lm.ALGORITHMS["reinforce"], **change)) is None
 
 
 # Row → clip_mode, weight, regularizer, its coefficient and std_normalize, from the names that the paper's code uses.

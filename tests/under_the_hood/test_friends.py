@@ -112,6 +112,14 @@ def test_calibration_judges_a_verifier_of_the_users(tiny_run, capsys):
     assert "passed: " in passed and "= 1.000 (95 %" in passed and "failed: " in failed and "= 0.000 (95 %" in failed
 
 
+def test_calibration_without_a_right_answer_says_that_there_is_nothing_to_count(tiny_run, tmp_path, capsys):
+    lines = (f'{{"question": "{i:b}", "answer": "5"}}\n' for i in range(20))  # a digit that the model does not know
+    (tmp_path / "task.jsonl").write_text("".join(lines))
+    with pytest.raises(SystemExit):
+        lm.main([*tiny_run[2], "--task", str(tmp_path / "task.jsonl"), "--calibrate", "16"])
+    assert "all 16 answers are wrong: nothing to count ρ⁻" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text, message", [
     ("0.2", "two numbers"), ("0.6,0.4", "less than 1"), ("-0.1,0.2", "0 or more"), ("nan,0", "0 or more"),
     ("a,b", "two numbers"), ("0,0,0", "two numbers")])
@@ -457,3 +465,18 @@ def test_rows_without_friends_change_nothing(tiny):
     advantages = lm.shaped_advantages(rewards, torch.ones(2, 2), algorithm=row, noise_rates=(0.1, 0.1), number=7)
     assert torch.equal(advantages, lm.group_advantages(rewards, std_normalize=True))
     assert friends.extra_gradient(None, None, None, algorithm=row, entropy=0.0, sample=None, token_logprobs=None) == 0.0
+
+
+def test_flat_groups_of_any_number_of_dimensions():
+    rewards = torch.tensor([[[1.0, 0.0, 1.0], [1.0, 1.0, 1.0]]])
+    assert friends.informative_groups(rewards).tolist() == [[True, False]]
+    assert bool(friends.informative_groups(rewards[0, 0])) and not friends.informative_groups(rewards[0, 1])
+
+
+@pytest.mark.parametrize("advantages, lengths, options", [
+    ([0.5, -0.5], [1, 2, 3], {}), ([0.5], [3], {}), ([[0.5, -0.5]], [[1, 2]], {}), ([math.nan, 0.0], [1, 2], {}),
+    ([0.5, -0.5], [1, -2], {}), ([0.5, -0.5], [1.0, math.inf], {}), ([0.5, -0.5], [1, 2], {"low": 0.0}),
+    ([0.5, -0.5], [1, 2], {"low": 3.0, "high": 2.0}), ([0.5, -0.5], [1, 2], {"high": math.inf})])
+def test_a_temperature_of_what_is_no_group_is_refused(advantages, lengths, options):
+    with pytest.raises(ValueError, match="need one group"):
+        friends.adaptive_temperature(torch.tensor(advantages), torch.tensor(lengths), **options)

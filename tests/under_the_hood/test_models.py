@@ -6,6 +6,7 @@ Ids such as C40 name small cases that trainers of this kind got wrong.
 import copy
 import importlib
 import random
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -116,6 +117,15 @@ def test_a_special_token_that_a_tokenizer_class_invents_is_no_harm_but_a_word_be
 def test_a_model_that_is_not_there_is_named(name):
     with pytest.raises(UserError, match=f"--model {name}"):
         load_model(name, device="cpu")
+
+
+def test_a_file_that_is_no_model_is_a_fault_of_the_file(tmp_path):
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF" + bytes(64))
+    with pytest.raises(UserError, match="--model .*broken.gguf: ") as error:
+        load_model(str(tmp_path / "broken.gguf"), device="cpu")
+    assert "on the hub" not in str(error.value)
+    with pytest.raises(UserError, match="nor reachable on the hub: "):
+        load_model("nowhere/to-be-found", device="cpu")
 
 
 # -------------------------------------------------------------------------------------------------- worked examples
@@ -288,3 +298,48 @@ def test_a_folder_without_a_model_is_filled_again_and_by_rank_0_only(tiny_run, t
     monkeypatch.setattr(parallel, "rank", lambda: 1)
     with pytest.raises(UserError, match="rank 0 makes it"):
         built_in_model(1, tmp_path)
+
+
+@pytest.mark.parametrize("digits", [2, 4])
+def test_of_the_demonstrations_some_hold_one_mistake_anywhere(digits, monkeypatch):
+    """What the first step of supervised training sees: prompt, answer, end; learned are answer and end."""
+    from transformers import Qwen2ForCausalLM
+
+    seen, tokenizer = [], character_tokenizer()
+
+    class Enough(Exception):
+        pass
+
+    def forward(self, input_ids, labels):
+        seen.extend(zip(input_ids, labels))
+        raise Enough
+    monkeypatch.setattr(Qwen2ForCausalLM, "forward", forward)
+    monkeypatch.setattr(models, "addition_examples", lambda digits: (addition_examples(digits)[0][:1000], []))
+    recipe = {**models.BUILT_IN["small"], "steps": {digits: 1}, "batch": 3000, "wrong_share": 0.6}
+    with pytest.raises(Enough):
+        models.make_built_in_model(digits, recipe)
+    mistakes, places = 0, Counter()
+    for ids, labels in seen:
+        text = tokenizer.decode(ids).replace("<pad>", "")
+        question, answer = text.removesuffix("<eos>").split("=", 1)
+        assert tokenizer.decode(labels[labels >= 0]) == answer + "<eos>" and text.endswith("<eos>")
+        if digits < 4:
+            right = str(sum(map(int, question.split("+"))))
+            wrong = [i for i, (a, b) in enumerate(zip(answer, right, strict=True)) if a != b]
+            assert len(wrong) <= 1
+            wrong = [(len(right), i) for i in wrong]
+        else:
+            slips = range(max(map(len, question.split("+"))))
+            wrong = [] if answer == worked_steps(question) else [
+                (len(slips), i) for i in slips if answer == worked_steps(question, i)]
+            assert wrong or answer == worked_steps(question)
+        mistakes, places = mistakes + bool(wrong), places + Counter(wrong)
+    assert mistakes / len(seen) == pytest.approx(0.6, abs=0.045)  # 5 standard deviations
+    longest = max(length for length, _ in places)
+    counts = [places[longest, i] for i in range(longest)]
+    assert min(counts) > 0.8 * max(counts) > 100  # equally often at every place
+
+
+def test_what_the_built_in_tokenizer_encodes_it_decodes():
+    tokenizer, text = character_tokenizer(), "12 + 3 , 4;5=0*6-7 , "
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text

@@ -369,3 +369,22 @@ def test_shard_alone_is_refused(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         lm.main(["--shard"])
     assert "torchrun" in capsys.readouterr().err
+
+
+def test_a_policy_that_lends_its_weights_to_the_sampler_takes_them_back():
+    policy, sampler = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    before = {name: weight.clone() for name, weight in sampler.state_dict().items()}
+    policy.is_sharded = True
+    with parallel.policy_to_sample(policy, sampler) as lent:
+        assert lent is sampler and torch.equal(sampler.weight, policy.weight)
+    assert all(torch.equal(weight, before[name]) for name, weight in sampler.state_dict().items())
+
+
+@pytest.mark.parametrize("rank, order", [(0, ["block", "barrier"]), (1, ["barrier", "block"])])
+def test_the_main_process_is_first(monkeypatch, rank, order):
+    seen = []
+    monkeypatch.setattr(parallel, "rank", lambda: rank)
+    monkeypatch.setattr(parallel, "barrier", lambda: seen.append("barrier"))
+    with parallel.main_process_first():
+        seen.append("block")
+    assert seen == order

@@ -35,3 +35,15 @@ def test_the_curves_of_a_run_are_drawn(tmp_path, capsys):
     history += [{"step": i, "reward": 0.5, "kl_old": 0.01, "clip_fraction": 0.02, "entropy": 1.0} for i in (1, 2)]
     pictures.plot_run([*history, {**history[0], "step": 2}], tmp_path, title="grpo")
     assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
+def test_titles_say_the_first_and_the_last_accuracy(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(pictures, "save_figure", lambda fig, directory, name: drawn.append(fig))
+    history = [{"step": i, "eval_accuracy": a, "eval_low": a, "eval_high": a, "kl_old": 0.0, "clip_fraction": 0.0,
+                "entropy": 0.0, "reward": 0.0} for i, a in enumerate((0.1, 0.3, 0.6, 0.5))]
+    pictures.plot_run(history, tmp_path, title="grpo")
+    pictures.plot_comparison({"grpo": history, "tis": history[1:3]}, tmp_path, setting="late")
+    assert drawn[0].axes[0].get_title() == "grpo: accuracy 0.10 → 0.50"
+    assert len(drawn[0].axes) == 4 and len(drawn[1].axes) == 3
+    assert drawn[1].get_suptitle() == "late: accuracy grpo 0.10 → 0.50, tis 0.30 → 0.60"

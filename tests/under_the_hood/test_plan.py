@@ -4,6 +4,7 @@ import importlib
 import json
 import math
 import re
+import types
 import weakref
 
 import pytest
@@ -207,6 +208,79 @@ def test_the_estimate_is_within_a_fifth_of_what_a_step_takes(dominant, flags, pr
     assert (sampling > training) == (dominant == "sampling")
     measured = measured_peak(config, prompt_tokens)
     assert plan.peak(parts) == pytest.approx(measured, rel=.2), f"{plan.peak(parts) / measured:.3f} of the measured"
+
+
+# Small numbers, each another one, for arithmetic by hand.
+BY_HAND = types.SimpleNamespace(parameters=1000, ends=200, matrices=600, adapter_sides=50, layers=2, hidden=8, heads=2,
+                                vocabulary=20, intermediate=16, queries=8, keys=4, gated=True)
+
+
+def by_hand(setting=None, shape=BY_HAND, **flags):
+    """Bytes of every part for 3 prompts of 7 tokens with 2 responses of 5, and 4 questions in an evaluation."""
+    config = lm.Config(**{"prompts_per_step": 3, "group_size": 2, "max_new_tokens": 5, "eval_questions": 4,
+                          "eval_samples": 1, "sync_interval": 1, "micro_batch_tokens": 34} | flags)
+    return [[*part.values()] for part in plan.memory(config, shape, plan.Setting(7, **(setting or {}))).values()]
+
+
+def test_every_part_by_hand_in_float32():
+    """A group takes 7 + 2·5 = 17 of the 34 tokens: 2 groups a pass, 4 responses, whose last token predicts nothing.
+
+    tokens 2·7 + 4·4 = 30; keys 2·7 + 4·11 = 58; pairs 2·7² + 4·4·11 = 274. A layer keeps of each token 2·2·4·8 (norms)
+    + 2·4·8 (their output) + 2·4·8 + 4·2 (attention) + 4·4·16 (MLP) = 520 bytes, of each key 2·4·8 = 64, of each pair 4:
+    30·520 + 58·64 + 274·4 = 20408. Around the head: (3·30 + 4·5) states of 4·8 bytes = 3520.
+    """
+    held, sampling, training = by_hand()
+    assert held == [4000, 4000, 8000]
+    # 6 rows of 12 positions, keys of 4 numbers: 288; in 2 layers, keys and values of 4 bytes each; 4 times 6·20 floats
+    assert sampling == [2 * 288 * 8, 288 * 4, 4 * 6 * 20 * 4]
+    # the head: 5 times 4·5·20 floats, and its own 20·8; a layer's backward, 3·30·4·16 = 5760, is less
+    assert training == [2 * 20408 + 3520, 5 * 1600 + 640]
+    assert by_hand(micro_batch_tokens=33)[2] == by_hand(micro_batch_tokens=1)[2]  # one group
+    assert by_hand(micro_batch_tokens=50)[2] == training and by_hand(micro_batch_tokens=51)[2][0] > training[0]
+    assert by_hand(eval_questions=8)[1][0] == 2 * (8 * 12 * 4) * 8  # 8 rows of an evaluation
+    assert by_hand(eval_questions=500)[1][0] == by_hand(eval_questions=64)[1][0] == 2 * (64 * 12 * 4) * 8
+
+
+def test_every_part_by_hand_in_bfloat16():
+    """On a CPU autocast keeps a copy of the matrices, 600·2; RoPE leaves keys in float32, values take 2 bytes."""
+    held, sampling, training = by_hand({"width": 2})
+    assert held == [4000, 4000, 8000] and sampling == [1200, 2 * 288 * (4 + 2), 288 * 4, 1920]
+    # a token 128 + 5·2·8 + 2·2·8 + 4·2 + 4·2·16 = 376, a key 2·2·8 = 32, a pair 2
+    assert training == [1200, 2 * (30 * 376 + 58 * 32 + 274 * 2) + 3520, 8640]
+
+
+def test_every_part_by_hand_of_paged_sampling_with_checkpoints_on_a_gpu():
+    """Each response runs with its prompt: 2·7 + 2·5 = 24 tokens a group, so one group; 2·11 tokens and keys, 2·11²
+    pairs. Of a layer only its input stays, 22·4·8 in each; the layer itself, 22·376 + 22·32 + 242·2 = 9460, comes and
+    goes, with 3·22·2·16 = 2112. The pages take half of what is left: (20000 − 18000)/2 < 2·288·4.
+    """
+    gpu = {"width": 2, "cuda": True}
+    flags = {"engine": "paged", "gradient_checkpointing": True, "offline": True}
+    held, sampling, training = by_hand(gpu | {"available": 20_000}, **flags)
+    assert held == [4000, 4000, 8000, 2000] and sampling == [1000, 288 * 2, 1920]
+    assert training == [2 * 22 * 32 + (3 * 22 + 2 * 5) * 32, 9460 + 2112]
+    assert by_hand(gpu, **flags)[1][0] == 2 * 288 * 4
+    assert by_hand(gpu | {"available": 10_000}, **flags)[1][0] == 0
+    words = [key for part in plan.memory(lm.Config(engine="paged"), BY_HAND, plan.Setting(7)).values() for key in part]
+    assert "keys and values, in pages" in words
+
+
+def test_every_part_by_hand_of_shards():
+    """2 devices: 2 prompts each, and half of what is held but for the sampler; 24 tokens a group, 2 groups in 48.
+
+    4·11 tokens and keys, 4·11² pairs: a layer 44·520 + 44·64 + 484·4 = 27632. Gathered: the ends and 2 of 2 layers.
+    """
+    held, sampling, training, starting = by_hand({"processes": 2}, shard=True, micro_batch_tokens=48)
+    assert held == [2000, 2000, 4000, 4000] and sampling[0] == 2 * (4 * 12 * 4) * 8 and starting == [0]
+    assert training == [(200 + 2 * 800 // 2) * 4, 2 * 27632 + (3 * 44 + 4 * 5) * 32, 8640]
+
+
+def test_every_part_by_hand_of_adapters_and_of_gpt2():
+    assert by_hand(lora_rank=2, sync_interval=2)[0] == [4400, 400, 800, 400]  # 100 numbers train; the sampler has its own
+    gpt2 = types.SimpleNamespace(**{**vars(BY_HAND), "gated": False})
+    # a token 2·4·8 + 2·4·8 + 72 + 5·4·16 = 520; here keys are as wide as the rest in bfloat16
+    assert by_hand(shape=gpt2)[2][0] == 2 * 20408 + 3520
+    assert by_hand({"width": 2}, shape=gpt2)[1][1] == 2 * 288 * 4
 
 
 def test_autograd_keeps_what_the_formula_says():

@@ -1,5 +1,6 @@
 """--report: what tokens.jsonl and report.html say of a token is what the loss did with it."""
 
+import dataclasses
 import importlib
 import json
 import math
@@ -358,3 +359,11 @@ def test_the_page_in_a_browser_asks_for_nothing_and_fits(trained, width):
                       chart.dispatchEvent(new PointerEvent('pointermove', {bubbles: true}));""")
         assert page.run("return document.getElementById('tip').textContent").split(": ")[1][:20] == (
             runs.METRICS[re.sub(r"pass_at_\d+", "pass_at_k", names[-1])][:20])
+
+
+def test_a_run_is_read_with_its_first_and_its_last_accuracy(tmp_path):
+    history = [{"step": i, "eval_accuracy": a} for i, a in enumerate((0.1, 0.3, 0.6, 0.5))]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*history, {"step": 4}]))
+    (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(lm.Config())))
+    run = report.read_run(tmp_path, lambda config: lm.ALGORITHMS["grpo"])
+    assert run["accuracy"] == [0.1, 0.5] and run["steps"] == 4 and run["tokens"] == []

@@ -57,6 +57,10 @@ def test_icpo_without_a_verdict_on_the_hinted_response_compares_the_plain_ones()
     assert not shaped([[1.0, 1.0, 1.0, NAN]], "icpo").any()
 
 
+def test_one_scored_response_is_no_group_beside_a_virtual_one_either():
+    assert shaped([[0.0, NAN, NAN, NAN], [1.0, 0.0, 0.0, 0.0]], "ngrpo", torch.ones(2, 4))[0].tolist() == [0.0] * 4
+
+
 def test_the_effective_sample_size_is_that_of_the_scored_responses():
     """Ratios 1 and 3 of whole responses: (1 + 3)² / (2·(1 + 9)) = .8; a third response has no verdict, so no token."""
     logprobs, mask = torch.tensor([[0.0], [math.log(3)], [0.5]]), torch.tensor([[True], [True], [False]])
