@@ -294,7 +294,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=300, help="places to change (default 300)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="", help="part of FILE: WORDS of a place, as --list prints them")
+    parser.add_argument("--only", default="", help="only places that hold this regular expression, as --list prints them")
     parser.add_argument("--tests", default="", help="part of a test file's name: only these tests")
     parser.add_argument("--jobs", type=int, default=1, help="processes (default 1)")
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "runs" / "mutants")
@@ -304,12 +304,12 @@ def main() -> None:
 
     everything = [(path, f"{path.relative_to(ROOT)}: {words}", mutated, lines)
                   for path in FILES for words, mutated, lines in places(path)]
-    everything = [place for place in everything if args.only in place[1]]
+    everything = [place for place in everything if re.search(args.only, place[1])]
     # Drawn by a hash, so that an edit elsewhere in the product leaves the draw as it is.
     everything.sort(key=lambda place: hashlib.sha256(f"{args.seed} {place[1]}".encode()).digest())
     known = EQUIVALENT.read_text(encoding="utf-8").replace("\\|", "|") if EQUIVALENT.exists() else ""
     chosen = everything[:args.count]
-    counted = [place for place in chosen if f"`{place[1]}`" not in known]
+    counted = [place for place in chosen if "| `{}` | `{}` |".format(*place[1].split(": ", 1)) not in known]
     if args.list:
         return print(*(f"{place[1]}  [line {place[3][0]}]" for place in counted), sep="\n")
 

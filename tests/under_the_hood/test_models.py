@@ -226,9 +226,18 @@ def test_without_gradients_a_model_that_recomputes_samples_in_eval_mode_and_goes
     assert seen and not any(seen)
 
 
+@pytest.mark.parametrize("name, other", [("cache", "past_key_values"), ("past_key_values", "cache")])
+def test_the_cache_goes_by_the_name_that_the_model_has_for_it(name, other, monkeypatch):
+    monkeypatch.setattr(models, "forward_parameters", lambda kind: frozenset({name}))
+    inputs = models.model_inputs(build_model("llama", vocab_size=9), torch.ones(1, 1), torch.ones(1, 3), "kept")
+    assert inputs[name] == "kept" and other not in inputs and "position_ids" not in inputs
+    assert models.next_cache({name: "kept"}) == "kept"
+
+
 def test_the_sampler_is_the_policy_while_they_are_refreshed_together_and_else_a_copy():
     model = build_model("llama", vocab_size=9)
-    assert copy_for_sampling(model, config()) is model and copy_for_sampling(model, config(sync_offset=3)) is model
+    for options in ({}, {"sync_offset": 3}, {"engine": "paged"}):  # on a CPU no engine wants bfloat16 weights
+        assert copy_for_sampling(model, config(**options)) is model
     for options in ({"sync_interval": 2}, {"offline": True}, {"shard": True}):
         sampler = copy_for_sampling(model, config(**options))
         with torch.no_grad():

@@ -13,7 +13,7 @@ def test_the_map_names_every_row_once_and_shows_where_each_clip_cuts(monkeypatch
     drawn = []
     monkeypatch.setattr(pictures, "save_figure", lambda fig, directory, name: drawn.append(fig))
     lm.main(["--map", str(tmp_path)])
-    names, jumps = [], {}
+    names, jumps, curves = [], {}, {}
     for axis in drawn[0].axes:
         low, high = axis.get_xlim()
         for line in axis.get_lines():
@@ -22,12 +22,16 @@ def test_the_map_names_every_row_once_and_shows_where_each_clip_cuts(monkeypatch
                 names += label
                 x, y = line.get_data()
                 cut = np.asarray(x)[np.isnan(y)]
+                curves[label[0]] = x, y
                 jumps[label[0]] = cut[(low < cut) & (cut < high)]  # what a reader sees of A = 1
     assert sorted(names) == sorted(lm.ALGORITHMS)
     bounds = {"reinforce": [], "grpo": [1.2], "rec-twoside-nois": [0.8, 1.2], "rec-ring-nois": [0.4, 0.8, 1.2],
               "rec-gspo-nois": [1.0004], "gmpo": [np.exp(0.4)], "dapo": [1.28], "red-weight-oneside": [1.2]}
     for name, expected in bounds.items():
         np.testing.assert_allclose(jumps[name], expected, rtol=5e-3 if name != "rec-gspo-nois" else 1e-5)
+    for name, weight in (("reinforce", lambda x: 1 + 0 * x), ("reinforce-is", lambda x: x), ("rep-opmd",
+                         lambda x: 1 - lm.ALGORITHMS["rep-opmd"].tau * np.log(x))):  # at A = 1
+        np.testing.assert_allclose(curves[name][1], weight(np.asarray(curves[name][0])), rtol=1e-5, atol=1e-9)
 
 
 def test_the_curves_of_a_run_are_drawn(tmp_path, capsys):
