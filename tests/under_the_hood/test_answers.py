@@ -775,3 +775,9 @@ def test_a_reward_that_cannot_be_loaded(user_module, spec, problem):
     with pytest.raises(ValueError, match=problem) as caught:
         answers.load_reward(spec)
     assert repr(spec) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_longest_answer_has_500_characters():
+    assert answers.plain_number("9" * 500) == "9" * 500 and answers.plain_number("9" * 501) is None
+    assert answers.extract_answer("#### " + "9" * 500) == "9" * 500
+    assert answers.extract_answer("#### " + "x" * 500) == "x" * 500 and answers.extract_answer("#### " + "x" * 501) is None

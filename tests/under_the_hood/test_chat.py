@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from conftest import build_digit_tokenizer, build_model
+from conftest import bpe_tokenizer, build_digit_tokenizer, build_model
 from under_the_hood import models
 from under_the_hood.answers import is_correct
 from under_the_hood.errors import UserError
@@ -135,3 +135,11 @@ def test_a_thought_that_the_template_opens_is_open_in_the_response_too():  # D07
         texts = models.decode(Letters(), tokens, torch.ones_like(tokens).bool(), as_ids(prompt, prompt))
         assert texts == [start + "so 42", start + "x</th"]
     assert not is_correct("<think>" + "so 42", "42")
+
+
+def test_a_template_that_refuses_a_system_message_still_shows_what_frames_an_answer():
+    tokenizer = bpe_tokenizer()
+    tokenizer.chat_template = ("{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('none') }}"
+                               "{% elif m['role'] == 'assistant' %}<|assistant|>{% endif %}{{ m['content'] }}{% endfor %}")
+    frame, _ = models.control_ids(tokenizer)
+    assert 4 in frame and 3 not in frame  # <|assistant|>, and <|user|>, which this template does not write

@@ -480,3 +480,20 @@ def test_flat_groups_of_any_number_of_dimensions():
 def test_a_temperature_of_what_is_no_group_is_refused(advantages, lengths, options):
     with pytest.raises(ValueError, match="need one group"):
         friends.adaptive_temperature(torch.tensor(advantages), torch.tensor(lengths), **options)
+
+
+@pytest.mark.parametrize("formula", [
+    friends.ngrpo_advantages, lambda r: friends.icpo_advantages(r[..., :-1], r[..., -1], step=100),
+    lm.group_advantages, lambda r: lm.group_advantages(r, std_normalize=True),
+    lambda r: lm.group_advantages(r, leave_one_out=True), lambda r: lm.red_drop(r, generator=seeded())[0]])
+def test_a_group_gets_what_it_gets_alone_whatever_stands_around_it(formula):
+    """(2, 3, K) against (K,); no group has more wrong than right answers, so RED-Drop has no choice."""
+    rewards = torch.tensor([[[1.0, 0, 1, 0], [1, 1, 1, 0], [0, 0, 1, 1]], [[1, 1, 1, 1], [0, 1, 0, 1], [1, 0, 1, 1]]])
+    together = formula(rewards)
+    for i in range(2):
+        for j in range(3):
+            torch.testing.assert_close(together[i, j], formula(rewards[i, j]))
+
+
+def seeded():
+    return torch.Generator().manual_seed(0)

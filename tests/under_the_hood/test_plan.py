@@ -101,6 +101,12 @@ def test_a_second_copy_of_the_weights_only_where_the_run_makes_one(dry_run):
     assert "the sampler's own weights, bfloat16" in dry_run("--offline", "--device-memory", 80)
 
 
+def test_the_disk_holds_weights_two_moments_and_a_sampler_of_its_own(dry_run):
+    alone, beside = dry_run("--sync-interval", 1), dry_run("--offline")
+    assert "disk      4.47 MiB for a checkpoint" in alone and "disk      5.96 MiB" in beside  # 3 and 4 times 4·390,528
+    assert "devices" not in alone
+
+
 def test_no_weights_are_loaded_and_nothing_is_written(tiny_run, tmp_path, monkeypatch, capsys):
     from transformers import PreTrainedModel
     monkeypatch.setattr(PreTrainedModel, "from_pretrained", None)

@@ -448,6 +448,21 @@ def test_a_damaged_checkpoint_is_named(run, straight, tmp_path):
         runs.load_checkpoint(tmp_path / "run")
 
 
+class Harm:
+    """Unpickled, it would call a function."""
+    called = []
+
+    def __reduce__(self):
+        return Harm.called.append, (True,)
+
+
+def test_a_checkpoint_from_elsewhere_cannot_run_code(tmp_path):
+    (tmp_path / "checkpoint" / "step-000001").mkdir(parents=True)
+    torch.save({"step": 1, "queue": Harm()}, tmp_path / "checkpoint" / "step-000001" / "trainer.pt")
+    with pytest.raises(UserError, match="step-000001 is damaged"):
+        runs.load_checkpoint(tmp_path)
+
+
 def test_checkpoints_are_ordered_by_number_and_nothing_unfinished_counts(tmp_path):
     for name in ("step-999999", "step-1000000", "step-000002", "unfinished-step-1000001-77"):
         (tmp_path / "checkpoint" / name).mkdir(parents=True)
