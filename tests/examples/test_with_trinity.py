@@ -117,6 +117,14 @@ def test_staleness_model_and_questions(exported):
     assert [(q["question"], q["answer"]) for q in questions] == [(e.question, e.answer) for e in task.train]
 
 
+def test_sampling_is_from_the_whole_distribution_and_evaluation_at_the_next_refresh(tmp_path):
+    made = export(tmp_path, "--eval-every", 25, "--sync-interval", 20, "--temperature", 0.7, "--seed", 5)
+    for part in (made["model"], made["buffer"]["explorer_input"]["taskset"]["rollout_args"],
+                 made["buffer"]["explorer_input"]["eval_tasksets"][0]["rollout_args"]):
+        assert (part["temperature"], part["top_p"], part["top_k"]) == (0.7, 1.0, -1)  # −1: no limit
+    assert made["explorer"]["eval_interval"] == 40 and made["explorer"]["rollout_model"]["seed"] == 5
+
+
 def test_offline_is_a_refresh_after_the_last_step(tmp_path):
     made = export(tmp_path, "--offline", "--steps", 30, "--sync-offset", 2)
     interval = made["synchronizer"]["sync_interval"]

@@ -387,6 +387,8 @@ def test_gpt2_has_a_plan_as_well(dry_run, tmp_path):
     build_model("gpt2", vocab_size=20).save_pretrained(tmp_path / "gpt2")
     text = dry_run("--model", tmp_path / "gpt2")
     assert "2 layers" in text and "prompts of 120 (the limit)" in text  # no tokenizer there; context 128 − 8
+    shape = shape_of(model=str(tmp_path / "gpt2"))
+    assert (shape.hidden, shape.intermediate, shape.queries, shape.keys, shape.gated) == (32, 4 * 32, 32, 32, False)
 
 
 # ----------------------------------------------------------------------------------------------------------- recipes
