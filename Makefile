@@ -44,7 +44,7 @@ bench: $(VENV)-bench/ready           ## speed against TRL, memory, growth: a few
 test: $(VENV)/ready                  ## every number and every promise, except what is slow: under 3 minutes on 2 cores
 	$(PY) -m pytest -q -n auto -m "not slow" tests
 
-mutants: $(VENV)/ready                ## change 300 places of the product, one at a time: does a test fail? An hour
+mutants: $(VENV)/ready                ## change 300 places of the product, one at a time: does a test fail? Half an hour
 	$(PY) tests/mutants.py
 
 test-all: $(VENV)/ready              ## with what is slow: kills, several processes, a real model

@@ -1,6 +1,6 @@
 """make mutants: change one operator or constant of the product at a time; does a test fail?
 
-    python tests/mutants.py                            300 places, seed 0: about an hour on one core
+    python tests/mutants.py                            300 places, seed 0: about half an hour on one core
     python tests/mutants.py --count 40 --only fast     40 places of under_the_hood/fast.py
     python tests/mutants.py --list                     only say which places these are
     python tests/mutants.py --again                    the survivors once more, after new tests
@@ -116,8 +116,8 @@ def places(path):
 
 # Running tests in a process of their own, which has the libraries already
 
-def fork(tree, file, plugin, *, seconds):
-    """The exit status of pytest over one test file, in a child that starts with what this process has imported.
+def fork(tree, plugin, *arguments, seconds):
+    """The exit status of pytest with these arguments, in a child that starts with what this process has imported.
 
     None if it was killed, by the clock or by the memory it wanted.
     """
@@ -130,7 +130,7 @@ def fork(tree, file, plugin, *, seconds):
         resource.setrlimit(resource.RLIMIT_DATA, (8 << 30, 8 << 30))
         signal.alarm(seconds)  # its default action ends the process, whatever it is doing
         import pytest
-        os._exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", file], plugins=[plugin]))
+        os._exit(pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *arguments], plugins=[plugin]))
     status = os.waitpid(child, 0)[1]
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)  # what a killed test left running
@@ -249,7 +249,7 @@ def caught(tree, path, mutated, lines, record, note):
         plan = plan or [(file, Slow(note)) for file in record if own(file, path)]
         for file, plugin in plan:
             note.write_text(f"{file} (import)", encoding="utf-8")
-            status = fork(tree, file, plugin, seconds=120)
+            status = fork(tree, plugin, "-x", file, seconds=120)
             if status in (1, 2, None):
                 return note.read_text(encoding="utf-8"), sum(map(len, chosen.values()))
             if status not in (0, 5):
@@ -282,7 +282,7 @@ def recorded(trees, out, files):
         if not stored.exists():
             for old in out.glob(f"{pathlib.Path(file).stem}-????????????????.json"):
                 old.unlink()
-            fork(trees[0], file, Recorder(trees[0], stored), seconds=1800)
+            fork(trees[0], Recorder(trees[0], stored), file, seconds=1800)
         rows = json.loads(stored.read_text(encoding="utf-8")) if stored.exists() else {"tests": {}, "failed": [file]}
         record[file] = rows["tests"]
         if rows["failed"]:
