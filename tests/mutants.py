@@ -41,7 +41,8 @@ OPERATORS = {ast.Add: "+-", ast.Sub: "-+", ast.Mult: "*/", ast.Div: "/*", ast.Po
              ast.FloorDiv: ("//", "*"), ast.Mod: "%*", ast.BitAnd: "&|", ast.BitOr: "|&", ast.Lt: ("<", "<="),
              ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"), ast.Eq: ("==", "!="),
              ast.NotEq: ("!=", "=="), ast.And: ("and", "or"), ast.Or: ("or", "and"), ast.USub: "-+",
-             ast.Is: ("is", "is not"), ast.IsNot: ("is not", "is"), ast.In: ("in", "not in"), ast.NotIn: ("not in", "in")}
+             ast.Is: ("is", "is not"), ast.IsNot: ("is not", "is"), ast.In: ("in", "not in"),
+             ast.NotIn: ("not in", "in")}
 FUNCTIONS, PARTS = (ast.FunctionDef, ast.AsyncFunctionDef), ("body", "orelse", "finalbody", "handlers", "cases")
 
 
@@ -274,7 +275,8 @@ def read_log(log):
 
 def recorded(trees, out, files):
     """test file → test → seconds and lines: from out, or made now where a test file or the product has changed."""
-    product = "".join(path.read_text(encoding="utf-8") for path in [*FILES, ROOT / "utils.py", ROOT / "tests/conftest.py"])
+    shared = [*FILES, ROOT / "utils.py", ROOT / "tests" / "conftest.py"]
+    product = "".join(path.read_text(encoding="utf-8") for path in shared)
     record = {}
     for file in files:
         key = hashlib.sha256((product + (ROOT / file).read_text(encoding="utf-8")).encode()).hexdigest()[:16]
@@ -294,7 +296,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=300, help="places to change (default 300)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="", help="only places that hold this regular expression, as --list prints them")
+    parser.add_argument("--only", default="", help="a regular expression that --list's line of a place must hold")
     parser.add_argument("--tests", default="", help="part of a test file's name: only these tests")
     parser.add_argument("--jobs", type=int, default=1, help="processes (default 1)")
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "runs" / "mutants")
@@ -348,7 +350,8 @@ def main() -> None:
     done = read_log(log)
     rows = [(path.name, done[words]) for path, words, _, _ in counted if words in done]
     total, alive = Counter(name for name, _ in rows), Counter(name for name, row in rows if not row["caught"])
-    print(*(f"SURVIVED {row['place']}  [line {row['line']}, {row['tests']} tests]" for _, row in rows if not row["caught"]),
+    print(*(f"SURVIVED {row['place']}  [line {row['line']}, {row['tests']} tests]"
+            for _, row in rows if not row["caught"]),
           *(f"{name:28} {count - alive[name]} of {count}" for name, count in sorted(total.items())), sep="\n")
     lost = sum(alive.values())
     print(f"{len(rows) - lost} of {len(rows)} mutants caught, {100 * (1 - lost / max(1, len(rows))):.1f} %; "

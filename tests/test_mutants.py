@@ -1,4 +1,4 @@
-"""make mutants finds the places, changes each in the text, and tells a change that tests notice from one they do not."""
+"""make mutants finds the places, changes each in the text, and tells a change that tests notice from one unnoticed."""
 
 import subprocess
 import sys
@@ -41,8 +41,8 @@ def test_places_and_changes_by_hand(tmp_path):
 
 
 def test_every_listed_equivalent_mutant_is_a_place_with_a_reason():
-    rows = [line.split(" | ") for line in mutants.EQUIVALENT.read_text(encoding="utf-8").replace("\\|", "¦").splitlines()
-            if line.startswith("| `")]
+    table = mutants.EQUIVALENT.read_text(encoding="utf-8").replace("\\|", "¦")
+    rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| `")]
     known = {f"`{path.relative_to(ROOT)}: {words}`".replace("|", "¦")
              for path in mutants.FILES for words, _, _ in mutants.places(path)}
     assert rows and [row for row in rows if f"{row[0][2:-1]}: {row[1][1:]}" not in known] == []
