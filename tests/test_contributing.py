@@ -17,7 +17,6 @@ ROW, TEST = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 def add_row(monkeypatch, text=ROW):
     """Evaluate the line as it would stand in a dictionary of 06, and add it. Returns its name."""
     (name, row), = eval("{" + text + "}", vars(lm)).items()
-    assert name not in lm.ALGORITHMS
     monkeypatch.setitem(lm.ALGORITHMS, name, row)
     return name
 
@@ -71,4 +70,6 @@ def test_version_and_citation():
 
 
 def test_the_changelog_counts_the_rows():
-    assert f"{len(lm.ALGORITHMS)} rows" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    """Those of the version that it describes. Rows may come after it, none may go."""
+    counted = re.search(r"(\d+) rows", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"))
+    assert 33 <= int(counted[1]) <= len(lm.ALGORITHMS)

@@ -103,8 +103,9 @@ def draw_map(directory, families: dict, weight) -> None:
     for axis, (title, shapes) in zip(axes.flat, panels.items()):
         axis.axhspan(0, 3.4, color="0.95", zorder=0)
         axis.axvline(1, color="0.7", linewidth=0.8, linestyle="-", zorder=1)
-        for (lines, names), grey, width in zip(shapes.values(), ("0.8", "0.5", "0.25", "0"), (7, 3.5, 2, 1)):
-            friend = {"color": grey, "linewidth": width, "linestyle": "-"}  # grey, and wider lines below: many coincide
+        for i, (lines, names) in enumerate(shapes.values()):  # friends are grey, wider lines below: many coincide
+            friend = {"color": ("0.8", "0.5", "0.25", "0")[i % 4], "linewidth": (7, 3.5, 2, 1)[i % 4],
+                      "linestyle": "-" if i < 4 else "--"}
             style = method_style(names[0]) if names[0] in METHODS else friend
             label = textwrap.fill(", ".join(names), 42, break_on_hyphens=False)
             axis.plot(ratio, lines[0], label=label, **style)

@@ -8,6 +8,8 @@ import pytest
 import yaml
 from conftest import ROOT
 from other_trainers import ask  # noqa: F401 (fixture)
+
+from under_the_hood.export import missing_in_trinity
 from under_the_hood import export as trinity
 
 lm = importlib.import_module("06_full_llm_training")
@@ -16,7 +18,7 @@ LACKS = {  # row → a word of the reason
     "reinforce-plus-plus": "batch", "ngrpo": "virtual", "tic-grpo": "per token", "dapo": "flat groups",
     "noise-corrected-grpo": "error rates", "sgpo": "all-wrong", "aepo": "second batch", "icpo": "worked examples",
     "ep-grpo": "entropy"}
-HAS = sorted(set(lm.ALGORITHMS) - set(LACKS))
+HAS = sorted(name for name, row in lm.ALGORITHMS.items() if not missing_in_trinity(row))
 
 
 def export(folder, *flags):
@@ -96,8 +98,9 @@ def test_the_row_in_the_names_of_the_papers_code(name, exported):
     assert advantage["drop"] == ("balance" if name == "red-drop" else None)
 
 
-def test_every_row_of_trinitys_is_held_by_a_table_here():
-    assert set(HAS) == set(SETTINGS) | {"rloo", "cispo", "tis"}
+def test_no_row_of_the_tables_here_is_lost():
+    """A new row may be absent from both: the slow test below compares it with Trinity's own classes."""
+    assert set(SETTINGS) | {"rloo", "cispo", "tis"} <= set(HAS) and LACKS.keys() <= lm.ALGORITHMS.keys() - set(HAS)
 
 
 def test_flags_that_change_the_row_change_the_file(tmp_path):

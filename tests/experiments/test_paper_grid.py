@@ -159,7 +159,9 @@ def test_a_key_depends_on_what_determines_the_result_and_on_no_name(monkeypatch)
 
 
 def test_rows_and_base_model_compute_what_they_did_when_their_runs_were_made():
-    """Who changes one on purpose gives it a higher number in VERSIONS, trains it again, and puts the new value here."""
+    """Who changes one on purpose gives it a higher number in VERSIONS, trains it again, and puts the new value here.
+
+    A new row has no place here until it has runs."""
     from under_the_hood.models import TINY
     assert [*TINY.values()] == [96, 320, 3, 4, 4, 64, 0.6, {1: 200, 2: 700, 3: 1500}, 256, 2e-3]
     rewards = torch.tensor([[1.0, 0, 0, 1, 0, 1], [1.0, 0, 0, 0, 0, 0]]).double()
@@ -174,7 +176,11 @@ def test_rows_and_base_model_compute_what_they_did_when_their_runs_were_made():
         leaf = moved.clone().requires_grad_()
         loss, _ = lm.policy_loss(leaf, torch.zeros_like(moved), advantages, mask, algorithm=row, constant=8)
         found[name] = ((responses + moved.exp()) * torch.autograd.grad(loss, leaf)[0]).sum().item()
-    assert found == pytest.approx(COMPUTED, abs=2e-6)
+    assert COMPUTED.keys() <= found.keys()
+    assert {name: found[name] for name in COMPUTED} == pytest.approx(COMPUTED, abs=2e-6)
+    run = {line["row"] for line in claims.load_grid("family")}
+    if run - COMPUTED.keys():
+        pytest.fail(f"new runs: put into COMPUTED { {name: round(found[name], 6) for name in run - COMPUTED.keys()} }", False)
 
 
 COMPUTED = {
@@ -270,12 +276,16 @@ def test_a_cell_is_a_run_of_06(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name, seeds", [("paper", 5), ("family", 3), ("staleness", 3), ("conditions", 3), ("hard", 3)])
 def test_the_committed_table_holds_whole_runs_of_its_own_grid_and_all_of_them(name, seeds):
-    """Every run has all its evaluations, once, and its key is that of a cell of the grid as it is defined now."""
+    """Every run has all its evaluations, once, and its key is that of a cell of the grid as it is defined now.
+
+    A row of the family without a value in COMPUTED is new: it may be absent, with all its seeds."""
     planned = {paper_grid.cell_key(cell, steps=120): cell for cell in paper_grid.grid_cells(name, seeds=seeds)}
     runs = {}
     for line in claims.load_grid(name):
         runs.setdefault(line["cell"], []).append(line)
-    assert runs.keys() == planned.keys()
+    run = {label for label, *_ in (planned[key] for key in runs)}  # a KeyError: a run of no cell
+    new = set(lm.ALGORITHMS) - COMPUTED.keys() - run if name == "family" else set()
+    assert runs.keys() == {key for key, cell in planned.items() if cell[0] not in new}
     for key, lines in runs.items():
         label, setting, seed, _ = planned[key]
         assert {(line["row"], line["setting"], line["seed"]) for line in lines} == {(label, setting, seed)}
