@@ -7,7 +7,7 @@ import numpy as np
 
 DATA = pathlib.Path(__file__).resolve().parent.parent / "figures" / "data"
 WORDS = {"(1,0)": "fresh", "(20,0)": "refreshed every 20 steps", "(1,10)": "10 batches late",
-         "offline": "never refreshed"}
+         "offline": "never refreshed", "(8,0)": "refreshed every 8 steps", "(1,8)": "8 batches late"}
 STALE = ("(20,0)", "(1,10)", "offline")
 
 # Every ratio is 1 on fresh data: nothing is clipped and every importance weight is 1. Rows that differ in nothing else
@@ -196,9 +196,39 @@ def family_table(grid: list) -> str:
     return head + "\n".join(line for _, line in sorted(results, reverse=True)) + "\n"
 
 
+def smollm2_table(grid: list) -> str:
+    """SmolLM2: the end of each row by setting; the claims compared where two rows share at least two seeds."""
+    settings, rows = ("(1,0)", "(8,0)", "(1,8)"), dict.fromkeys(line["row"] for line in grid)
+    present = {(line["row"], line["setting"]) for line in grid}
+    lines = [f"| row | {' | '.join(f'{WORDS[s]}: start → end (seeds)' for s in settings)} |", "|---|---|---|---|"]
+    for row in rows:
+        cells = []
+        for s in settings:
+            runs = curves(grid, row, s)[1] if (twin(row, s), s) in present else None
+            cells.append("–" if runs is None else f"{runs[:, 0].mean():.2f} → {runs[:, -3:].mean():.2f} ({len(runs)})")
+        lines.append(f"| `{row}` | {' | '.join(cells)} |")
+    lines += ["", "| claim | difference at the end, 95 % t-interval, seeds | verdict |", "|---|---|---|"]
+    narrow = "rec-oneside-nois"
+    asked = [("P1", narrow, "grpo", s, "equal") for s in settings[1:]]
+    asked += [("P2", narrow, "reinforce", s, "better") for s in settings[1:]]
+    asked += [("P6", row, "grpo", s, "no worse") for row in ("red-drop", "red-weight") for s in settings[:2]]
+    for claim, first, second, s, kind in asked:
+        if {(twin(first, s), s), (twin(second, s), s)} <= present:
+            ends = [dict(zip(seeds_run(grid, row, s), final(grid, row, s))) for row in (first, second)]
+            both = sorted(ends[0].keys() & ends[1].keys())
+            if len(both) > 1:
+                row = compared(s, f"{first} − {second}", [ends[0][seed] - ends[1][seed] for seed in both], kind)
+                lines.append(f"| {claim} | {WORDS[s]}: {row['what']} {signed(row)}, {len(both)} | {row['verdict']} |")
+    return "\n".join(lines) + "\n"
+
+
+def seeds_run(grid: list, row: str, setting: str) -> list:
+    return sorted({line["seed"] for line in grid if (line["row"], line["setting"]) == (twin(row, setting), setting)})
+
+
 def table(name: str) -> tuple:
     """(file name, markdown) of what a grid says; staleness has a picture only."""
     if name in ("paper", "hard"):
         command = f"python experiments/paper_grid.py --plot-only --grid {name}"
         return f"{name}_claims.md", verdict_table(load_grid(name), command)
-    return f"{name}.md", {"family": family_table, "conditions": conditions_table}[name](load_grid(name))
+    return f"{name}.md", {"family": family_table, "conditions": conditions_table, "smollm2": smollm2_table}[name](load_grid(name))
