@@ -357,7 +357,8 @@ seeds, steps = (6, 50) if lesson.quick else (20, 100)
 curves = {(setting, name): train(*method, setting=setting, seeds=seeds, steps=steps)
           for setting in SETTINGS for name, method in METHODS.items()}
 if lesson.draws:
-    print(f"  Is the first's J of the last 20 steps higher? {seeds} seeds; ?: the 95 % interval holds 0\n"
+    print(lesson.quick * "  Quick: fewer seeds, the verdicts below may differ from those of the full run.\n"
+          + f"  Is the first's J of the last 20 steps higher? {seeds} seeds; ?: the 95 % interval holds 0\n"
           "                                            fresh  every 20 steps  10 late     never")
     below = {}  # the first of the pair → settings in which it is below the second
     for first, second in (("RED-Drop", "GRPO"), ("RED-Weight, T = 1", "GRPO"), ("RED-Weight, T = 1", "REINFORCE"),

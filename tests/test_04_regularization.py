@@ -682,6 +682,7 @@ def test_quick_run_fits_a_terminal_and_writes_its_figures(tmp_path):
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert result.returncode == 0, result.stdout + result.stderr
     assert max(map(len, result.stdout.replace(str(tmp_path), "").splitlines())) <= 100
+    assert "verdicts below may differ" in result.stdout
     assert {path.name for path in tmp_path.glob("*.png")} == {
         "04_gradient_weight.png", "04_bandit.png", "04_stale.png", "04_when_clipping_helps.png"}
     assert torch.get_default_dtype() == torch.float32
