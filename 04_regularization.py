@@ -359,7 +359,7 @@ lesson.say(f"Best, within 95 % intervals: {best[0]}, if refreshed every 20 steps
 # little where each prompt has a table of its own. If an update for one prompt moves the others, tokens go far that no
 # sample of theirs asked for, unseen by a stale sampler. There REINFORCE falls, and ending every push early pays.
 #
-# Or no clip, but ρ as a weight? With infinitely many samples E_b[ρ·(r − μ)·∇log π_θ] is ∇J, and vanishes at the optimum.
+# Or weigh by ρ, unclipped? With infinitely many samples E_b[ρ·(r − μ)·∇log π_θ] is ∇J, and vanishes at the optimum.
 # With 8 it is noisy, more so for long responses (lesson 01), and a token's ρ is biased (section 6). 3 tokens bear it.
 
 # %%

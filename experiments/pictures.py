@@ -13,10 +13,10 @@ CURVES = {  # figure → its claim, rows and settings, and the message that goes
         "P4", (CLIPPED, "rec-oneside-nois 5×lr", WIDE), STALE,
         ("not resolved", "10 batches late, a wider clip beats a 5 times larger step; elsewhere it is open")),
     "paper_red": (
-        "P6", (PLAIN, "red-drop", "red-weight-adaptive", "red-weight", "red-weight-oneside", "grpo"), tuple(WORDS),
+        "P6", (PLAIN, "red-drop", "red-weight-adaptive", "red-weight", "red-weight-oneside", "grpo"), ("(1,0)", *STALE),
         ("does not hold",
          "Stale data: dropping wrong answers, or adaptive weights, fall like REINFORCE; plain weights do not")),
-    "paper_rep": ("P7", (PLAIN, "rep-opmd", "rep-asymre", CLIPPED), tuple(WORDS),
+    "paper_rep": ("P7", (PLAIN, "rep-opmd", "rep-asymre", CLIPPED), ("(1,0)", *STALE),
                   ("holds", "A penalty on the distance from the sampler stabilises REINFORCE on stale data, too")),
 }
 
@@ -142,6 +142,8 @@ def draw_compare(grid, directory) -> None:
     steps = curves(grid, PLAIN, setting)[0]
     draw_bands(axes[0], steps, {row: curves(grid, row, setting)[1] for row in rows})
     draw_bands(axes[1], steps[1:], {row: curves(grid, row, setting, "kl_old")[1][:, 1:] for row in rows})
+    axes[0].axvspan(steps[-3] - 3, steps[-1] + 3, color="0.92", linewidth=0, zorder=0)
+    axes[0].text(steps[-3], 0.25, "the end: mean\nof these three", fontsize=9)
     for axis, title in zip(axes, ("held-out accuracy", "KL(sampler ‖ policy), nats per token")):
         axis.set(title=title, xlabel="training step; sampler refreshed every 20", xticks=range(0, 121, 30))
     axes[1].set_ylim(bottom=0)
