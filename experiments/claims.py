@@ -231,4 +231,5 @@ def table(name: str) -> tuple:
     if name in ("paper", "hard"):
         command = f"python experiments/paper_grid.py --plot-only --grid {name}"
         return f"{name}_claims.md", verdict_table(load_grid(name), command)
-    return f"{name}.md", {"family": family_table, "conditions": conditions_table, "smollm2": smollm2_table}[name](load_grid(name))
+    tables = {"family": family_table, "conditions": conditions_table, "smollm2": smollm2_table}
+    return f"{name}.md", tables[name](load_grid(name))

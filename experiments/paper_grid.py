@@ -59,7 +59,7 @@ SMOLLM2 = {"model": "smollm2", "task": "addition-1", "learning_rate": 6e-5, "pro
 SMOLLM2_SETTINGS = {"(8,0)": {"sync_interval": 8}, "(1,8)": {"sync_offset": 8}, "(1,0)": {}}
 SMOLLM2_ROWS = ("reinforce", "rec-oneside-nois", "grpo", "red-drop", "red-weight", "reinforce-is",
                 "rec-oneside-nois (.6,2)", "rep-opmd")
-CLAIMED = SMOLLM2_ROWS[:3], SMOLLM2_ROWS[:5]  # the rows of P1 and P2 have all seeds, those of P6 where it speaks of them
+CLAIMED = SMOLLM2_ROWS[:3], SMOLLM2_ROWS[:5]  # these have all seeds: the rows of P1 and P2 everywhere, of P6 not 8 late
 
 
 def trainer():
@@ -208,6 +208,8 @@ def main(argv=None) -> None:
     if args.seeds < 1 or args.steps < (12 if args.grid == "smollm2" else 45) or args.jobs < 1:
         parser.error("--seeds and --jobs must be at least 1, and --steps at least 45 (SmolLM2: 12), for three "
                      "evaluations at the end")
+    if args.plot_only and not (DATA / f"{args.grid}.csv").exists():
+        parser.error(f"no run of the {args.grid} grid yet; leave out --plot-only")
     if not args.plot_only:
         train_grid(args.grid, seeds=args.seeds, steps=args.steps, jobs=args.jobs, cache_dir=args.cache_dir)
     if args.grid in ("paper", "staleness"):
