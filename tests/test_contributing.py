@@ -34,6 +34,12 @@ def test_a_row_and_its_test_are_twelve_lines():
     assert max(map(len, (ROW + TEST).splitlines())) <= 116  # the row is indented in 06
 
 
+def test_the_front_page_shows_the_same_row_and_test():
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert [re.sub(r"\n+", "\n", block).strip() for block in blocks] == [
+        re.sub(r"\n+", "\n", text).strip() for text in (ROW, TEST)]
+
+
 def test_the_row_trains(monkeypatch, tiny_run, tmp_path, quick):
     name = add_row(monkeypatch)
     lm.main([*tiny_run[2], "--algorithm", name, "--steps", "2", "--sync-interval", "2", "--out", str(tmp_path)])

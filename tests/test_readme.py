@@ -27,6 +27,40 @@ def test_the_front_page_is_short():
     assert [line for line in lines if len(line) > 120 and not line.startswith("|")] == []
 
 
+def reading_time(text):
+    """Minutes: 200 words of prose and 25 lines of code or of equations; what only draws a picture is passed over."""
+    words, lines, drawing = 0, 0, None
+    for line in filter(str.strip, text.splitlines()):
+        indent = len(line) - len(line.lstrip())
+        if drawing is not None and indent > drawing:
+            continue
+        drawing = indent if line.lstrip() == "if lesson.draws:" else None
+        if drawing is not None or line.startswith("# %%"):
+            continue
+        if line.lstrip().startswith("#") and not line.startswith("#     "):
+            words += len(line.split()) - 1
+        else:
+            lines += 1
+    return words / 200 + lines / 25
+
+
+def test_the_path_is_ninety_minutes_and_no_page_is_longer_than_it_says():
+    """A lower bound: maths takes longer than words. The minutes on the page are a reader's."""
+    rows = [row.strip("| ").split(" | ") for row in README.split("## Ninety minutes")[1].split("##")[0].splitlines()
+            if re.match(r"\| \d", row)]
+    assert sum(int(row[0]) for row in rows) == 90
+    for minutes, what, *_ in rows:
+        number = re.match(r"\**(\d\d)", what)
+        if not number:
+            continue
+        text = next(ROOT.glob(f"{number[1]}_*.py")).read_text(encoding="utf-8")
+        parts = re.split(r"(?m)^(?=# ## \d|# %% \d\. -)", text)
+        sections = re.search(r"sections (\d) to (\d)", what)
+        if sections:
+            parts = parts[int(sections[1]):int(sections[2]) + 1]
+        assert reading_time("".join(parts)) <= 1.2 * int(minutes), what
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_every_link_leads_somewhere(page):
     folder = (ROOT / page).parent
