@@ -52,6 +52,19 @@ def test_every_row_has_the_gradient_in_trl_that_it_has_in_06(ask, cache):
 
 
 @pytest.mark.slow
+def test_trls_losses_are_rows_of_one_equation(ask, cache):
+    """Seven of its loss types, its two-sided clipping and its KL: value and slope, token by token, in float64."""
+    answer = ask("trl_side.py", "loss_types", cache)
+    delta, kl = answer.pop("delta"), answer.pop("kl")
+    assert len(answer) == 7
+    for name, row in answer.items():
+        assert row["gradient"] < 1e-12 < 1e-2 < row["largest"] and row["values"] < 1e-10 < .1 < row["value"], name
+        assert row["clipped"] > .1 or name == "cispo", name
+    assert delta["gradient"] < 1e-12 < 1e-3 < min(delta["from two_side"], delta["from one_side"])
+    assert kl["values"] < 1e-12 < 1e-2 < kl["value"]
+
+
+@pytest.mark.slow
 def test_gradient_accumulation_changes_nothing(ask, cache):
     for name, row in ask("trl_side.py", "micro_batches", cache).items():
         assert row["distance"] < 1e-5 < row["largest"], name

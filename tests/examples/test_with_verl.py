@@ -34,6 +34,18 @@ def test_the_gradient_is_that_of_verls_own_losses(verl):
 
 
 @pytest.mark.slow
+def test_rows_that_verl_has_under_other_names(verl):
+    """gpg, dro, geo_mean; k1 and k2 as penalties; importance weights of a token or a response, capped or cut off."""
+    assert set(verl["exact"]) == {"reinforce", "rep-opmd", "rep-asymre", "tis", "rec-twoside-is", "gmpo", "topr",
+                                  "tic-grpo"}
+    for name, comparisons in verl["exact"].items():
+        for found in comparisons:
+            assert found["gradient"] < 1e-12 < 1e-2 < found["largest"], name
+            assert found["values"] < 1e-12 or name == "gmpo", name
+    assert math.isclose(verl["k3"]["verl"], verl["k3"]["ours"], rel_tol=1e-12) and verl["k3"]["ours"] > .01
+
+
+@pytest.mark.slow
 def test_micro_batches_and_workers_change_nothing(verl):
     assert len(verl["split"]) == 27
     for name, row in verl["split"].items():
@@ -45,6 +57,8 @@ def test_advantages_are_verls_own_up_to_the_kind_of_standard_deviation(verl):
     assert verl["advantages"]["our-reinforce"]["distance"] < 1e-6 and verl["advantages"]["our-rloo"]["distance"] < 1e-6
     for ratio in verl["advantages"]["our-grpo"]["ratio"]:  # K = 4: ddof 1 there, 0 here
         assert math.isclose(ratio, math.sqrt(3 / 4), rel_tol=1e-5)
+    for ratio in verl["advantages"]["our-reinforce-plus-plus"]["ratio"]:  # 48 tokens
+        assert math.isclose(ratio, math.sqrt(47 / 48), rel_tol=1e-5)
 
 
 @pytest.mark.slow

@@ -88,6 +88,89 @@ def same_loss(*flags):
     return answer
 
 
+# TRL's name of a loss, with its settings there → what it is here. Its "grpo" takes the paper's mean, over sequences.
+# Its "sapo" and "vespo" have soft masks, which no choice of ours makes.
+ROWS = lm.ALGORITHMS
+LOSSES = {
+    "grpo": ({}, lm.dataclasses.replace(ROWS["grpo"], aggregation="seq-mean-token-mean")),
+    "bnpo": ({}, ROWS["grpo"]),
+    "dapo": ({"epsilon_high": .28}, ROWS["dapo"]),
+    "dr_grpo": ({}, ROWS["dr-grpo"]),
+    "cispo": ({"epsilon_high": 1.2}, ROWS["cispo"]),  # here it is the cap itself
+    "grpo, sequence": ({"epsilon_low": .03, "epsilon_high": .04},
+                       lm.find_algorithm("gspo", eps_low=.03, eps_high=.04)),
+    "luspo, sequence": ({"epsilon_low": .03, "epsilon_high": .04}, lm.find_algorithm(
+        lm.dataclasses.replace(ROWS["gspo"], aggregation="seq-mean-token-sum"), eps_low=.03, eps_high=.04)),
+}
+
+
+def loss_types(*flags):
+    """Each of these losses as a function of log-probabilities, in float64: TRL's value and slope, and ours.
+
+    TRL's value is −ρA and where it clips −(1 ± ε)A; ours is −ρA·log π, which with_trl.py shifts to log π = 1, and 0
+    where it clips. constant: what that makes of the clipped tokens, counted here by the inequalities of PPO.
+    """
+    answer, of = {}, trainer("--algorithm", "grpo", *flags)
+    own, random = super(example.AnyRowTrainer, of), torch.Generator().manual_seed(0)
+    old = -3 * torch.rand(12, 8, generator=random, dtype=torch.float64)
+    new = old + .4 * torch.randn(12, 8, generator=random, dtype=torch.float64)
+    mask = torch.arange(8) < torch.randint(1, 9, (12, 1), generator=random)
+    batch = {name: torch.zeros(12, 8).long() for name in ("prompt_ids", "prompt_mask", "completion_ids")}
+    batch |= {"completion_mask": mask.long(), "old_per_token_logps": old, "num_items_in_batch": mask.sum(),
+              "advantages": torch.randn(12, generator=random, dtype=torch.float64)}
+    of.model.train()
+    of.current_gradient_accumulation_steps, of.max_completion_length = 1, 8
+
+    def value_and_slope(compute):
+        leaf = new.clone().requires_grad_()
+        of._get_per_token_logps_and_entropies = lambda *_, **__: (leaf, torch.zeros_like(leaf), None)
+        value = compute(leaf)
+        return value.item(), torch.autograd.grad(value, leaf)[0]
+
+    def ours(row):
+        def compute(leaf):
+            shift = 0 if row.weight_cap < lm.math.inf else 1 - leaf.detach()  # TRL's CISPO has −ρA·log π, as we do
+            return lm.policy_loss(leaf + shift, old + shift, batch["advantages"], mask, algorithm=row, constant=8)[0]
+        return compute
+
+    for name, (settings, row) in LOSSES.items():
+        of.loss_type, _, level = name.partition(", ")
+        of.importance_sampling_level = level or "token"
+        of.epsilon_low, of.epsilon_high = settings.get("epsilon_low", .2), settings.get("epsilon_high", .2)
+        a = batch["advantages"][:, None]
+        ratio = (new - old).exp()
+        if level:
+            ratio = (((new - old) * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)).exp().expand(mask.shape)
+        bound = torch.where(a > 0, torch.full_like(a, 1 + of.epsilon_high), 1 - of.epsilon_low)
+        clipped = (torch.where(a > 0, ratio > bound, ratio < bound) & (of.loss_type != "cispo")).double()
+        real = mask.double()
+        share = {"dr_grpo": 1 / (12 * 8), "luspo": 1 / 12, "grpo": 1 / (12 * real.sum(1, keepdim=True))}
+        constant = (share.get(of.loss_type, 1 / real.sum()) * real * clipped * -bound * a).sum()
+        value, slope = value_and_slope(lambda _: own._compute_loss(of.model, batch))
+        my_value, my_slope = value_and_slope(ours(row))
+        answer[name] = {"values": abs(value - my_value - constant.item()), "value": abs(value),
+                        "gradient": distance(slope, my_slope), "largest": slope.abs().max().item(),
+                        "clipped": (clipped[mask].sum() / mask.sum()).item()}
+
+    # Two-sided clipping with an upper bound of 1 + ε for all: where A < 0 our two sides, where A > 0 our one side.
+    of.loss_type, of.importance_sampling_level, of.args.delta = "bnpo", "token", 1.2
+    of.epsilon_low = of.epsilon_high = .2
+    _, found = value_and_slope(lambda _: own._compute_loss(of.model, batch))
+    _, one = value_and_slope(ours(ROWS["rec-oneside-is"]))
+    _, two = value_and_slope(ours(ROWS["rec-twoside-is"]))
+    answer["delta"] = {"gradient": distance(found, torch.where(a > 0, one, two)), "largest": found.abs().max().item(),
+                       "from two_side": distance(found, two), "from one_side": distance(found, one)}
+
+    # The KL term alone: TRL's k3 of (policy, reference) is our kl_old of (sampler, policy).
+    of.args.delta, of.beta = None, 1.0
+    alone = batch | {"advantages": torch.zeros(12, dtype=torch.float64), "old_per_token_logps": new,
+                     "ref_per_token_logps": 2 * new - old}
+    value, _ = value_and_slope(lambda _: own._compute_loss(of.model, alone))
+    kl = lm.policy_loss(2 * new - old, new, alone["advantages"], mask, algorithm="grpo")[1]["kl_old"]
+    answer["kl"] = {"values": abs(value - kl.item()), "value": value}
+    return answer
+
+
 def every_row(*flags):
     """name → the distance of the gradient in TRL from 06's own train_step on the same stale batch, and its size."""
     answer, of = {}, trainer("--algorithm", "reinforce", *flags)

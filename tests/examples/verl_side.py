@@ -15,13 +15,15 @@ import verl
 
 import inspect
 import json
+from types import SimpleNamespace
 
 import numpy
 import torch
 import with_verl
 import yaml
 from verl.trainer.ppo import core_algos
-from verl.workers.config import ActorConfig
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
+from verl.workers.config import ActorConfig, PolicyLossConfig
 
 
 def config(**batch):
@@ -76,6 +78,56 @@ for ours, theirs, mode, batch in (
     answer["loss"][ours] = {"distance": distance(mine, other), "largest": other.abs().max().item(),
                             "metrics": sorted(metrics), "numbers": all(isinstance(v, float) for v in metrics.values())}
 
+# Functions of verl that are one of our rows in value and slope, token by token, in float64 (GMPO in slope: its value
+# there is −ρA). What verl calls a correction for a sampler other than the trainer is W, capped or cut off.
+exact = {key: value.double() if value.is_floating_point() else value for key, value in data(1).items()}
+log_ratio, a, mask = exact["log_prob"] - exact["old_log_prob"], exact["advantages"], exact["response_mask"]
+
+
+def corrected(level, threshold, mode, where=True):
+    """verl's REINFORCE with its importance weights, for the responses in `where`."""
+    weights, _ = compute_rollout_correction_weights(log_ratio, mask, rollout_is=level, rollout_is_threshold=threshold)
+    weights = weights if where is True else torch.where(where, weights, 1.0)
+    return lambda leaf: core_algos.compute_policy_loss_reinforce(
+        exact["old_log_prob"], leaf, a, mask, loss_agg_mode=mode, config=config(), rollout_is_weights=weights)[0]
+
+
+def named(name, made):
+    return lambda leaf: core_algos.get_policy_loss_fn(name)(**{**exact, "log_prob": leaf}, loss_agg_mode="token-mean",
+                                                            config=made)[0]
+
+
+def penalised(name, strength):
+    """REINFORCE and a penalty made of verl's own estimator of the KL from the sampler."""
+    return lambda leaf: named("gpg", config())(leaf) + strength * core_algos.agg_loss(
+        core_algos.kl_penalty(leaf, exact["old_log_prob"], name), mask, "token-mean")
+
+
+def value_and_slope(function):
+    leaf = exact["log_prob"].clone().requires_grad_()
+    value = function(leaf)
+    return value.item(), torch.autograd.grad(value, leaf)[0]
+
+
+made = {"strategy": "fsdp", "rollout_n": 4, "ppo_micro_batch_size_per_gpu": 1}
+gmpo = ActorConfig(**made, clip_ratio=.4, clip_ratio_low=.4, clip_ratio_high=.4)
+dro = ActorConfig(**made, policy_loss=PolicyLossConfig(loss_mode="dro", dro_beta=.2))
+answer["exact"] = {}
+for row, of_verl in (
+        ("reinforce", named("gpg", config())), ("rep-opmd", named("dro", dro)), ("rep-opmd", penalised("k2", .2)),
+        ("rep-asymre", penalised("k1", -.1)), ("tis", corrected("token", 2.0, "token-mean")),
+        ("rec-twoside-is", corrected("token", "0.8_1.2", "token-mean")), ("gmpo", named("geo_mean", gmpo)),
+        ("topr", corrected("sequence", 1.0, "seq-mean-token-sum", where=a < 0)),
+        ("tic-grpo", corrected("sequence", 1.2, "seq-mean-token-sum"))):
+    (value, slope), (mine, my_slope) = value_and_slope(of_verl), value_and_slope(
+        lambda leaf: with_verl.lm.policy_loss(leaf, exact["old_log_prob"], a, mask, algorithm=row)[0])
+    answer["exact"].setdefault(row, []).append({"values": abs(value - mine), "gradient": distance(slope, my_slope),
+                                                "largest": slope.abs().max().item()})
+# kl_old is verl's k3 of the sampler, seen from the policy
+k3 = core_algos.agg_loss(core_algos.kl_penalty(exact["old_log_prob"], exact["log_prob"], "k3"), mask, "token-mean")
+_, metrics = with_verl.lm.policy_loss(exact["log_prob"], exact["old_log_prob"], a, mask, algorithm="reinforce")
+answer["k3"] = {"verl": k3.item(), "ours": metrics["kl_old"].item()}
+
 # One batch, and the same over two workers of two micro-batches each: verl sums micro-batches and averages workers.
 answer["split"] = {}
 for name in with_verl.ROWS:
@@ -101,6 +153,14 @@ for ours, theirs, options in (("our-reinforce", "grpo", {"norm_adv_by_std_in_grp
     other, _ = core_algos.get_adv_estimator_fn(theirs)(token_level_rewards=token_rewards.clone(), response_mask=mask,
                                                        index=index, **options)
     answer["advantages"][ours] = {"distance": distance(mine, other), "ratio": (other / mine)[mask].unique().tolist()}
+
+# REINFORCE++ whitens over tokens there, over responses here: with equal lengths only n/(n − 1) is between them.
+level = torch.zeros(8, 6).index_fill(1, torch.tensor([5]), 1.0) * rewards[:, None]
+mine, _ = core_algos.get_adv_estimator_fn("our-reinforce-plus-plus")(
+    token_level_rewards=level, response_mask=torch.ones(8, 6), index=index, config=None)
+other, _ = core_algos.get_adv_estimator_fn("reinforce_plus_plus")(
+    token_level_rewards=level, response_mask=torch.ones(8, 6), config=SimpleNamespace(gamma=1.0))
+answer["advantages"]["our-reinforce-plus-plus"] = {"ratio": (other / mine).unique().tolist()}
 
 # Every setting that the example prints is one of verl's.
 known = pathlib.Path(verl.__file__).parent / "trainer" / "config" / "_generated_ppo_trainer.yaml"
