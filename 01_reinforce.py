@@ -160,7 +160,7 @@ lesson.say("After eight tokens of disagreement, 17 of 1000 responses are left; a
 # ∇J = T·(E_π q)^(T−1)·∇E_π q. In (1.6) the other T − 1 tokens contribute E_b q = .52 instead of E_π q = .6: the right
 # direction, but the share 1 − (.52/.6)^(T−1) of the length is missing, 13 % at T = 2, 63 % at 8, 93 % at 20.
 # %%
-def chain_errors(length, *, responses=256, quality=torch.tensor([0.2, 0.6, 1.0], dtype=torch.float64)):
+def chain_errors(length, *, responses=256, quality=BEHAVIOUR.new_tensor([0.2, 0.6, 1.0])):  # noqa: B008 (a constant)
     """Root mean square error / ‖∇J‖ with no ratio, token ratios, the whole ratio: (3,). Baseline: E_b[r] in all."""
     strings = torch.cartesian_prod(*[torch.arange(3)] * length).view(-1, length)
     ratios, token_scores = (UNIFORM / BEHAVIOUR)[strings], softmax_scores(UNIFORM)[strings]

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Fine-tune a causal language model with any algorithm of the group-relative REINFORCE family, on fresh or stale data.
 
 Claim (arXiv 2509.24203): group-relative REINFORCE never needed on-policy data. What breaks on stale data is an

@@ -16,14 +16,14 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 lm = importlib.import_module("06_full_llm_training")  # before torch: it says how waiting threads wait
 
-import torch  # noqa: E402
-import transformers  # noqa: E402
+import torch
+import transformers
 
-from under_the_hood import engines, models  # noqa: E402
-from under_the_hood.errors import UserError  # noqa: E402
-from under_the_hood.models import character_tokenizer  # noqa: E402
-from under_the_hood.runs import write_text  # noqa: E402
-from under_the_hood.tasks import Example, Task  # noqa: E402
+from under_the_hood import engines, models
+from under_the_hood.errors import UserError
+from under_the_hood.models import character_tokenizer
+from under_the_hood.runs import write_text
+from under_the_hood.tasks import Example, Task
 
 VOCABULARY, TEMPERATURE = 60, 0.8
 SMALL = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,

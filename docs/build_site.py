@@ -30,7 +30,7 @@ from pygments.util import ClassNotFound
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
-import maths  # noqa: E402
+import maths
 
 LESSONS = {"01_reinforce": "01 REINFORCE", "02_group_baseline": "02 The group", "03_offpolicy_derivation":
            "03 Off-policy", "04_regularization": "04 Regularise", "05_data_shaping": "05 Shape data",
@@ -185,8 +185,8 @@ class Site:
             if line.startswith("| `") and len(cells) == 9:
                 table[cells[0].strip("`")] = cells[1:]
         for group, rows in lm.FAMILIES.items():
-            body = [f"<h1>{group}: {len(rows)} rows</h1><p>{FAMILY_WORDS[group]} The curves: what stands before "
-                    "a token's ∇log π, over ρ (log scale), for a right answer (blue) and a wrong one.</p>"]
+            body = [(f"<h1>{group}: {len(rows)} rows</h1><p>{FAMILY_WORDS[group]} The curves: what stands before "
+                     "a token's ∇log π, over ρ (log scale), for a right answer (blue) and a wrong one.</p>")]
             for name, row in rows.items():
                 changed = [f"{field}={value!r}" for field, value in vars(row).items()
                            if value != getattr(lm.Algorithm(), field) and field != "source"]
@@ -200,8 +200,8 @@ class Site:
             self.page(f"family-{slug(group)}.html", f"Family: {group}", "".join(body))
 
     def functions_page(self):
-        body = ["<h1>Functions to copy</h1><p>Tensors in, tensors out: no model, tokenizer or configuration inside. "
-                "Each stands here as in the file that explains it; a test holds the copies in other files equal.</p>"]
+        body = [("<h1>Functions to copy</h1><p>Tensors in, tensors out: no model, tokenizer or configuration inside. "
+                 "Each stands here as in the file that explains it; a test holds the copies in other files equal.</p>")]
         for stem, names in COPIED.items():
             text = (ROOT / f"{stem}.py").read_text(encoding="utf-8")
             functions = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}

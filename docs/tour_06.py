@@ -106,7 +106,7 @@ assert gap < 1e-4
 # %%
 for interval, offset in ((1, 0), (4, 0), (1, 3), (4, 2), (None, 0)):
     ages = [lm.staleness(n, sync_interval=interval, sync_offset=offset) for n in range(1, 13)]
-    print(f"I = {str(interval):4} m = {offset}:  {ages}")
+    print(f"I = {interval!s:4} m = {offset}:  {ages}")
 
 # %% [markdown]
 # ## 5. Two small runs

@@ -113,8 +113,8 @@ def main(argv=None) -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     lines = [f"{key}={value}" for key, value in settings(config).items()]
-    print(" \\\n  ".join([f"PYTHONPATH={shlex.quote(str(ROOT / 'examples'))} VERL_USE_EXTERNAL_MODULES=with_verl "
-                          "python -m verl.trainer.main_ppo", *lines, "data.train_files=… data.val_files=…"]))
+    print(" \\\n  ".join([(f"PYTHONPATH={shlex.quote(str(ROOT / 'examples'))} VERL_USE_EXTERNAL_MODULES=with_verl "
+                           "python -m verl.trainer.main_ppo"), *lines, "data.train_files=… data.val_files=…"]))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """The paper's experiments on the built-in model: train a grid of runs, keep it as a table, draw it, judge the claims.
 
     python experiments/paper_grid.py                               train what is missing, then draw and judge
@@ -138,7 +137,7 @@ def run_cell(cell, steps: int, cache_dir: str) -> list:
     import torch
 
     torch.set_num_threads(1)
-    sys.stdout = sys.stderr = open(os.devnull, "w")  # the grid's own progress bar is enough
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (the grid's own progress bar is enough)
     try:
         with tempfile.TemporaryDirectory() as out:
             settings = cell_settings(cell, steps=steps)

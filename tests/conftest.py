@@ -7,14 +7,35 @@ What they find here are small real models and tokenizers, made in a moment from 
 import os
 import pathlib
 import signal
+import socket
 import sys
 
 import pytest
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may need the network
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may need the network; below, none may try
 TESTS = pathlib.Path(__file__).resolve().parent
 ROOT = TESTS.parent
 sys.path[:0] = [str(ROOT), str(TESTS)]  # the product first; then conftest, for the tests in folders below this one
+
+
+HERE = socket.gethostname()
+
+
+def stay_at_home(event, arguments):
+    """Fail whoever looks up or calls a host that is not this machine; processes and notebooks talk through localhost."""
+    if event in ("socket.connect", "socket.sendto", "socket.sendmsg"):
+        host = arguments[1][0] if isinstance(arguments[1], tuple) else "localhost"  # a path: a socket in the file system
+    elif event in ("socket.getaddrinfo", "socket.gethostbyname"):
+        host = arguments[0]
+    else:
+        return
+    host = host.decode() if isinstance(host, bytes) else host
+    if host not in (None, "", "localhost", "0.0.0.0", "::", "::1", HERE) and not host.startswith("127."):
+        pytest.fail(f"a test calls {host}: tests need no network")
+
+
+sys.addaudithook(stay_at_home)  # which no code can take away again, and no `except Exception` hides
+
 
 # A shell ignores SIGINT for what it starts in the background, and the trainer leaves an ignored signal ignored, as
 # nohup wants. The tests of interruption are about a run in the foreground.

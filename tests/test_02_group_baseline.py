@@ -327,7 +327,7 @@ def test_2_4_token_mean_pushes_less_the_more_responses_share_its_denominator():
         tokens, mean = (lesson.length_gradient(half, mode=mode, group_size=k)
                         for mode in ("token-mean", "seq-mean-token-mean"))
         shares.append((tokens / mean)[0].item())
-    assert 1 > shares[0] and all(later < earlier for earlier, later in zip(shares, shares[1:])) and shares[-1] > 0
+    assert 1 > shares[0] and all(later < earlier for earlier, later in itertools.pairwise(shares)) and shares[-1] > 0
     # K = 2 by loops: four outcomes (reward, length) of probability ¼; the loss divides by L_1 + L_2.
     total = np.zeros(2)
     for first, second in itertools.product(itertools.product([1, 0], [1, 2]), repeat=2):

@@ -574,6 +574,7 @@ def test_fresh_runs_are_reinforces_to_the_last_bit(monkeypatch, name):
 def test_section_5_on_the_refreshed_bandit_the_clip_is_first_and_both_end_on_arm_3(lower, upper, first):
     """A second trainer, in numpy: Σ_i π_old(i)·A_i·M_i·(e_i − π); M: one-side at 1 ± .2, or 1."""
     theta, rewards, values = np.log([0.3, 0.6, 0.1]), np.array([0, 0.8, 1]), []
+    data = None
     for step in range(501):
         probs = np.exp(theta) / np.exp(theta).sum()
         values.append(probs @ rewards)
@@ -602,7 +603,7 @@ def test_a_trust_region_saves_samples(full):
 def test_p8_the_wide_clip_stops_few_tokens_unless_never_refreshed(full, setting, small):
     """The share of the sampler's own tokens that have an advantage and no weight, in expectation: over all responses,
     right ones raised and wrong ones lowered, at every step."""
-    logits, rewards = world.random_worlds(20, generator=torch.Generator().manual_seed(lesson.lesson.seed))
+    _logits, rewards = world.random_worlds(20, generator=torch.Generator().manual_seed(lesson.lesson.seed))
     policies, responses, shares = full[setting, WIDE][1], torch.arange(64).expand(20, 4, 64), []
     for step in range(1, len(policies)):
         sampler = policies[20 * ((step - 1) // 20) if setting == "every 20" else 0]

@@ -344,7 +344,7 @@ def test_icpo_has_the_gradient_of_its_objective(seed, smoothing):
     hinted, row = torch.arange(12) % 4 == 3, replaced("icpo", hint_smoothing=smoothing)
     advantages = lm.shaped_advantages(rewards, mask, algorithm=row, number=1).flatten()
     leaf = new.clone().requires_grad_()
-    loss, metrics = lm.policy_loss(leaf, old, advantages, mask, algorithm=row, hinted=hinted)
+    loss, _metrics = lm.policy_loss(leaf, old, advantages, mask, algorithm=row, hinted=hinted)
     ours, = torch.autograd.grad(loss, leaf)
     leaf = new.clone().requires_grad_()
     expected, = torch.autograd.grad(-icpo_objective(leaf, old, rewards, mask, hinted, smoothing), leaf)

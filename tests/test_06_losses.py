@@ -67,7 +67,7 @@ def reference_advantages(name, rewards, lengths, dropped=()):
         if shaping == "adaptive":
             pull = [a * n for a, n in zip(advantages, lengths[p])]
             if sum(pull) < -1e-9:
-                excess = lambda t: sum(f * math.exp(a / t) for a, f in zip(advantages, pull))
+                excess = lambda t, pull=pull, a=advantages: sum(f * math.exp(x / t) for x, f in zip(a, pull))
                 low, high = .8, 100.0
                 temperature = low
                 if excess(low) > 0:
@@ -251,7 +251,7 @@ def bandit(theta=THETA, rewards=REWARDS):
 
 
 def test_opmd_is_reinforce_plus_a_quadratic_worked_number():
-    theta, logprobs, old, rewards, mask = bandit()
+    _theta, logprobs, old, rewards, mask = bandit()
     loss, _ = lm.policy_loss(logprobs, old, rewards - .6, mask, algorithm="rep-opmd", tau=BANDIT_TAU)
     constant = ((rewards - .6) ** 2).mean() / (2 * BANDIT_TAU)  # Σ A log π_old is 0: π_old is uniform and ΣA = 0
     distance = (logprobs - old)[:, 0]
@@ -445,7 +445,7 @@ def test_an_all_masked_row_adds_nothing_but_its_place_in_a_mean_over_sequences(n
 
 
 def test_nothing_masked_in_is_zero_and_not_nan():
-    new, old, rewards, mask = random_batch(9)
+    new, old, _rewards, mask = random_batch(9)
     for name in EQUATIONS:
         loss, gradient, metrics = metrics_and_gradient(name, new, old, torch.ones(len(new)), torch.zeros_like(mask))
         assert loss == 0 and (gradient == 0).all() and all(math.isfinite(v) for v in metrics.values()), name
@@ -453,7 +453,7 @@ def test_nothing_masked_in_is_zero_and_not_nan():
 
 @pytest.mark.parametrize("name", EQUATIONS)
 def test_gradient_reaches_neither_sampler_nor_advantages(name):
-    new, old, rewards, mask = random_batch(10)
+    new, old, _rewards, mask = random_batch(10)
     new, old = new.requires_grad_(True), old.requires_grad_(True)
     advantages = torch.randn(len(new), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     advantages.requires_grad_(True)

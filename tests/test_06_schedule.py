@@ -12,6 +12,7 @@ from hypothesis import given, settings, strategies as st
 from under_the_hood.models import load_model
 from under_the_hood.runs import read_metrics
 from under_the_hood.tasks import batch_examples, load_task
+import itertools
 
 lm = importlib.import_module("06_full_llm_training")
 
@@ -117,7 +118,7 @@ def test_training_loop_realises_the_schedule(monkeypatch, tmp_path, tiny_run, qu
     sampled, used, weights = observe(
         monkeypatch, tiny_run[2], tmp_path / "run", "--steps", str(steps), "--sync-interval", str(interval),
         "--sync-offset", str(offset), *(["--offline"] if offline else []))
-    moved = [not torch.equal(a, b) for a, b in zip(weights, weights[1:])]
+    moved = [not torch.equal(a, b) for a, b in itertools.pairwise(weights)]
     assert all(moved) and len(used) == steps  # else every version would look alike
     expected = simulated_versions(steps, None if offline else interval, offset)
     task = load_task(lm.Config(task=str(tiny_run[1]), eval_questions=2))
@@ -133,7 +134,7 @@ def test_training_loop_realises_the_schedule(monkeypatch, tmp_path, tiny_run, qu
 
 def test_c59_old_logprobs_are_the_behaviour_policys_own(monkeypatch, tmp_path, tiny_run, quick):
     """Recorded while sampling, they are the log-probabilities under the weights that sampled, not the current ones."""
-    sampled, used, weights = observe(monkeypatch, tiny_run[2], tmp_path / "run", "--steps", "6", "--sync-interval", "3")
+    sampled, _used, _weights = observe(monkeypatch, tiny_run[2], tmp_path / "run", "--steps", "6", "--sync-interval", "3")
     model, _ = load_model(str(tiny_run[0]), device="cpu")
     for record in sampled:
         batch = record["batch"]

@@ -287,7 +287,7 @@ def test_width_is_that_of_the_longest_response(bigram):
 class DigitTokens:
     """Just enough of a tokenizer for `collect`: words are listed, text is their concatenation, `terse` is ids."""
     pad_token_id, eos_token_id, chat_template = 0, 2, None
-    words = {1: "1", 3: "12", 4: "2", 5: "q", 6: "r", 7: "7", 8: "8"}
+    words = {1: "1", 3: "12", 4: "2", 5: "q", 6: "r", 7: "7", 8: "8"}  # noqa: RUF012 (nobody changes it)
 
     def __call__(self, texts):
         return {"input_ids": [[int(i) for i in text.split()] for text in texts]}
@@ -315,7 +315,7 @@ def test_c39_the_sampled_ids_are_trained_on_and_not_their_text(bigram):
     """Words "1", "2" and "12": the model says "1", "2"; the text "12" would be encoded as one word."""
     model = bigram({(5, 1): -.01, (1, 4): -.02, (4, 2): -.03})
     batch = collected(model, examples=[Example("q", "12", "5")], group_size=8)
-    row = [i for i in range(8) if batch.tokens[i, :3].tolist() == [1, 4, 2]][0]
+    row = next(i for i in range(8) if batch.tokens[i, :3].tolist() == [1, 4, 2])
     assert batch.samples[0]["answer"] == "12" and batch.rewards[0, row] == 1
     assert batch.mask[row].sum() == 3
     assert batch.old_logprobs[row, :3].tolist() == pytest.approx([-.01, -.02, -.03], abs=1e-4)

@@ -87,7 +87,7 @@ def test_at_the_threshold_the_best_arm_ties_with_the_next():
     for (b, r), share in zip(points, in_node("bandit", [["threshold", b, r] for b, r in points])):
         best = max(range(3), key=r.__getitem__)
 
-        def lead(q):
+        def lead(q, b=b, r=r, best=best):
             mixed = [q if i == best else p / (1 - b[best]) * (1 - q) for i, p in enumerate(b)]
             c = drift(double(mixed), double(r))
             return float(c[best] - max(c[i] for i in range(3) if i != best))

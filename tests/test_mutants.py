@@ -33,7 +33,7 @@ def test_places_and_changes_by_hand(tmp_path):
     values = []
     for _, mutated, _ in found[3:]:
         space = {}
-        exec(mutated, space)
+        exec(mutated, space)  # noqa: S102 (it is what the test is about)
         values.append((space["far"](3, 5), space["far"](5, 3, flag=False)))
     # at first (3 − 5)² − 3 = 1, and 5
     assert values == [(7, 5), (-7, 5), (61, 5), (13, 5), (7, 5), (1, 3)]

@@ -8,8 +8,8 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "docs"))
-import maths  # noqa: E402
-import notebooks  # noqa: E402
+import maths
+import notebooks
 
 PROSE = {path.name: [cell.source for cell in notebooks.jupytext.read(path).cells if cell.cell_type == "markdown"]
          for path in [*notebooks.LESSONS, notebooks.TOUR]}
@@ -64,7 +64,7 @@ def test_all_equations_are_converted_and_only_tables_stay():
             re.findall(r"```text\n(.*?)\n```", maths.blocks(prose), re.S)]
     for rows in left:
         assert len(rows) > 1 and any(re.search(r"\S {3,}\S", row) for row in rows[1:]), rows
-    whole = "".join(maths.blocks(prose) for prose in sum(PROSE.values(), []))
+    whole = "".join(maths.blocks(prose) for page in PROSE.values() for prose in page)
     assert whole.count("$$") > 80 and not re.search("^    ", re.sub("(?s)```.*?```", "", whole), re.M)
 
 

@@ -136,7 +136,7 @@ def test_descend_is_descent_on_own_and_shared_parameters(sharing):
     for seed in range(2):
         own, shared = torch.zeros(4, 4, 21).double().requires_grad_(), torch.zeros(4, 21).double().requires_grad_()
 
-        def table(own, shared):
+        def table(own, shared, seed=seed):
             return logits[seed] + (1 - sharing) ** 0.5 * own + sharing**0.5 * shared
 
         loss = (weights[seed] * world.token_logprobs(table(own, shared), responses[seed])).sum() / 8

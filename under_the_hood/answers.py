@@ -238,7 +238,7 @@ def load_reward(spec: str, *, unscored=False):
         sys.path.append(os.getcwd())  # where the user's file stands
     try:
         function = getattr(importlib.import_module(module_name), name, None)
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (the user's code may raise anything)
         fail(f"cannot be imported ({type(error).__name__}: {error})", error)
     if not callable(function):
         fail(f"cannot be used: {module_name} has no function {name}")
@@ -249,9 +249,9 @@ def load_reward(spec: str, *, unscored=False):
         try:
             value = function(question, text, gold)
             value = value.item() if hasattr(value, "item") else value  # a scalar of numpy or torch
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (the user's code may raise anything)
             fail(f"raised {type(error).__name__}: {error}", error)
-        if unscored and (value is None or value != value):
+        if unscored and (value is None or value != value):  # noqa: PLR0124 (NaN is not itself)
             return float("nan")
         if not isinstance(value, (int, float)) or not -1e308 < value < 1e308:
             fail(f"returned {value if isinstance(value, float) else type(value).__name__}, not a finite number")

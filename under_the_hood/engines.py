@@ -26,7 +26,7 @@ def choose_engine(model, tokenizer, task, config, engines: dict):
         try:
             self_check(model, tokenizer, task, config, engines[name])
             return replace(config, engine=name)
-        except Exception as error:  # an engine may raise anything on an architecture that it does not know
+        except Exception as error:  # noqa: BLE001 (an engine may raise anything on what it does not know)
             reason = one_line(error)
         if name == "paged":
             model.set_attn_implementation(attention)

@@ -30,14 +30,14 @@ wrong with this trainer. Which number of step 1 gives it away, in nats a token: 
 
 EXERCISES = {
     1: (WHICH_ROW, "reinforce",
-        "Nothing is ever clipped, though the largest ratio is 66: there is no clip. And kl_old, the distance from the "
-        "sampler, grows without bound; rep-opmd's penalty would hold it. Accuracy falls below where it began."),
+        ("Nothing is ever clipped, though the largest ratio is 66: there is no clip. And kl_old, the distance from the "
+        "sampler, grows without bound; rep-opmd's penalty would hold it. Accuracy falls below where it began.")),
     2: (HOW_STALE, "4,2",
-        "Staleness rises by 1 a step and falls back every 4 steps: I = 4. Once the queue is full it never falls below "
+        ("Staleness rises by 1 a step and falls back every 4 steps: I = 4. Once the queue is full it never falls below "
         "2, since every batch waits behind two others: m = 2, and s runs from m to m + I − 1. The ratios spread with "
-        "it, so the clip works most just before a refresh."),
+        "it, so the clip works most just before a refresh.")),
     3: (WHAT_WENT_WRONG, "kl_old",
-        "Fresh data have staleness 0, so at step 1 every ratio must be 1, and kl_old and clip_fraction 0. Here the "
+        ("Fresh data have staleness 0, so at step 1 every ratio must be 1, and kl_old and clip_fraction 0. Here the "
         "sampler drew at temperature .7 and the trainer scored at 1: the run is off-policy without a word, and GRPO "
-        "clips a tenth of its tokens for it. 06 itself would not start: its self-check compares the two."),
+        "clips a tenth of its tokens for it. 06 itself would not start: its self-check compares the two.")),
 }

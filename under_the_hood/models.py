@@ -130,7 +130,7 @@ def encode_prompts(tokenizer, examples, *, device, worked=()):
         try:
             rows = [tokenizer.apply_chat_template(chat, **switches, add_generation_prompt=True, return_dict=False)
                     for chat in chats]
-        except Exception as error:  # whatever a template or one of its switches may raise
+        except Exception as error:  # noqa: BLE001 (whatever a template or one of its switches may raise)
             raise UserError(f"the chat template refuses this prompt ({one_line(error)}); see --system-prompt and "
                             "--chat-template-kwargs") from None
     else:
@@ -398,7 +398,7 @@ def make_built_in_model(digits: int, recipe: dict, *, device="cpu"):
         lengths = torch.tensor([max(map(len, e.terse.rstrip("=").split("+"))) for e in examples])
     demonstrations = [tokenizer(texts)["input_ids"] for texts in shown]
     first_digit = tokenizer.convert_tokens_to_ids("0")
-    width = max(len(p) for p in prompts) + max(map(len, sum(demonstrations, []))) + 1  # 1: the end of text
+    width = max(len(p) for p in prompts) + max(map(len, sum(demonstrations, []))) + 1  # noqa: RUF017 (1: the end of text)
     rows = torch.full((len(shown), len(examples), width), tokenizer.pad_token_id)
     for version, answers in zip(rows, demonstrations):
         for row, prompt, answer in zip(version, prompts, answers):

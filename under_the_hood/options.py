@@ -112,7 +112,7 @@ def validate(config, algorithms: dict, try_loss) -> None:
             f"--dtype is {config.dtype!r}; choose auto, float32 or bfloat16")
     require(config.engine in ("auto", "plain", "uncached", "fast", "paged"),
             f"--engine is {config.engine!r}; choose auto, plain, uncached, fast or paged")
-    processes = int(os.environ.get("WORLD_SIZE", 1))
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
     require(processes == 1 or "RANK" in os.environ or config.dry_run,
             f"WORLD_SIZE is {processes} but RANK is not set; start several processes with torchrun")
     require(config.prompts_per_step % processes == 0 and config.eval_questions >= processes,

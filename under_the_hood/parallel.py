@@ -24,9 +24,9 @@ from torch.utils._pytree import tree_map
 def start(device: torch.device) -> torch.device:
     """Join the other processes, if torchrun started this one. Returns the device of this process."""
     if "cuda" in device.type and device.index is None:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
                                 timeout=datetime.timedelta(hours=2))  # the others wait while rank 0 loads a model
     return device

@@ -218,7 +218,7 @@ def clear_run(out: pathlib.Path) -> None:
 def lock_run_directory(out: pathlib.Path):
     """Lock the run directory, since a second run in it would ruin the first. The lock ends with the process."""
     out.mkdir(parents=True, exist_ok=True)
-    file = open(out / ".lock", "w")
+    file = open(out / ".lock", "w")  # noqa: SIM115 (open as long as the process lives)
     with contextlib.suppress(ImportError):  # Windows has no fcntl
         import fcntl
         try:
@@ -325,7 +325,7 @@ def load_checkpoint(out: pathlib.Path) -> dict | None:
     try:  # mmap: each of several processes reads only the part that it needs
         state = torch.load(found[-1] / "trainer.pt", weights_only=True, map_location="cpu", mmap=parallel.size() > 1)
         return {**state, "folder": str(found[-1])}
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 (unpickling may raise anything)
         raise UserError(f"--resume: {found[-1]} is damaged ({one_line(error)})")
 
 

@@ -96,7 +96,7 @@ def gsm8k_examples() -> tuple[list, list]:
             loaded = load_dataset("openai/gsm8k", "main")
         except ImportError:
             raise UserError(f"--task gsm8k needs `pip install datasets`, or {local}") from None
-        except Exception as error:  # whatever the hub client raises: no network, no such version, …
+        except Exception as error:  # noqa: BLE001 (whatever the hub's client raises: no network, …)
             raise UserError(f"could not load openai/gsm8k from the hub ({type(error).__name__}); use {local}") from None
         splits = [[Example(row["question"], row["answer"]) for row in loaded[name]] for name in ("train", "test")]
     return tuple([dataclasses.replace(e, question=e.question + instruction) for e in split] for split in splits)

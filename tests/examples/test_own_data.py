@@ -23,7 +23,7 @@ def test_the_file_in_the_page_is_a_task(tmp_path):
 
 def test_the_program_in_the_page_writes_such_a_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    exec(re.search(r"```python\n(.*?)```", TEXT, re.DOTALL)[1], {"my_pairs": [("2 + 2?", 4), ("é?", "yes")]})
+    exec(re.search(r"```python\n(.*?)```", TEXT, re.DOTALL)[1], {"my_pairs": [("2 + 2?", 4), ("é?", "yes")]})  # noqa: S102 (it is what the test is about)
     written = (tmp_path / "my_tasks.jsonl").read_text(encoding="utf-8").splitlines()
     assert [tuple(json.loads(line).values()) for line in written] == [("2 + 2?", 4), ("é?", "yes")]
 

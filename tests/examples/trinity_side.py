@@ -80,8 +80,8 @@ for path in sorted(pathlib.Path(sys.argv[1]).glob("*/trinity.yaml")):
     loss_function = loss_class(backend="verl", **algorithm.policy_loss_fn_args)
     with contextlib.redirect_stdout(io.StringIO()):
         (their_loss, their_gradient), (our_loss, our_gradient) = (gradient(f) for f in (
-            lambda logprobs: loss_function(logprob=logprobs, old_logprob=OLD, action_mask=MASK, advantages=theirs)[0],
-            lambda logprobs: lm.policy_loss(logprobs, OLD, ours.flatten(), MASK, algorithm=row)[0]))
+            lambda x, f=loss_function, a=theirs: f(logprob=x, old_logprob=OLD, action_mask=MASK, advantages=a)[0],
+            lambda x, a=ours, row=row: lm.policy_loss(x, OLD, a.flatten(), MASK, algorithm=row)[0]))
     answer["rows"][name] = {
         "advantages": None if kept else (theirs - made).abs().max().item(), "kept": kept,
         "gradient": (their_gradient - our_gradient).abs().max().item(), "largest": our_gradient.abs().max().item(),

@@ -120,7 +120,7 @@ for row, of_verl in (
         ("topr", corrected("sequence", 1.0, "seq-mean-token-sum", where=a < 0)),
         ("tic-grpo", corrected("sequence", 1.2, "seq-mean-token-sum"))):
     (value, slope), (mine, my_slope) = value_and_slope(of_verl), value_and_slope(
-        lambda leaf: with_verl.lm.policy_loss(leaf, exact["old_log_prob"], a, mask, algorithm=row)[0])
+        lambda leaf, row=row: with_verl.lm.policy_loss(leaf, exact["old_log_prob"], a, mask, algorithm=row)[0])
     answer["exact"].setdefault(row, []).append({"values": abs(value - mine), "gradient": distance(slope, my_slope),
                                                 "largest": slope.abs().max().item()})
 # kl_old is verl's k3 of the sampler, seen from the policy

@@ -121,8 +121,8 @@ NUMBERS = [
     ("marked", "#### 18 (eighteen)", "18"),
     ("marked", "#### 12,000,", "12000"),
     ("marked", r"#### \boxed{18}", "18"),
-    ("marked", r"#### Final answer" "\n\n" r"\boxed{18}", "18"),
-    ("marked", r"\boxed{3}, no:" "\n#### 4", "4"),
+    ("marked", "#### Final answer\n\n\\boxed{18}", "18"),
+    ("marked", "\\boxed{3}, no:\n#### 4", "4"),
     ("marked", "It was 3 before. ####", NO_ANSWER),
     # Boxed: the number must fill the box, up to units.
     ("boxed", r"\boxed{\text{42}}", "42"),
@@ -296,7 +296,7 @@ def test_d09_formulas_keep_their_spaces_between_digits():
 
 @pytest.mark.parametrize("text", [r"\fbox{42}", r"\boxed {42}", "\\boxed\n{42}", r"\boxed  {42}", r"\fbox {42}",
                                   r"\boxed{3}, no: \fbox{42}", r"\fbox{3}, no: \boxed {42}", r"\fbox{\text{42}}",
-                                  r"\fbox{\boxed{42}}", r"#### 3" "\n" r"\fbox{42}"])
+                                  r"\fbox{\boxed{42}}", "#### 3\n\\fbox{42}"])
 def test_d11_every_box(text):
     assert extract_answer(text + ", as in step 7") == "42"
 
@@ -358,10 +358,10 @@ def test_d14_the_reward_gets_tags_that_are_special_tokens(tag_tokenizer):
 
 @pytest.mark.parametrize("template", [
     None,  # no frame: only the named ids and a last one that is no tag go
-    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-    "[INST]{{ m.content }}[/INST]{% endfor %}",
-    "{% if messages[0].role != 'system' %}<think>{% endif %}"
-    "{% for m in messages %}[INST]{{ m.content }}[/INST]{% endfor %}",
+    ("{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+     "[INST]{{ m.content }}[/INST]{% endfor %}"),
+    ("{% if messages[0].role != 'system' %}<think>{% endif %}"
+     "{% for m in messages %}[INST]{{ m.content }}[/INST]{% endfor %}"),
 ])
 def test_d14_whatever_the_chat_template(tag_tokenizer, template):
     tokenizer = copy.deepcopy(tag_tokenizer)

@@ -116,7 +116,7 @@ def test_a_thought_that_the_template_opens_is_open_in_the_response_too():  # D07
     class Letters:
         chat_template, eos_token_id, pad_token_id, bos_token_id = "any", None, None, None
         all_special_ids = all_special_tokens = ()
-        added_tokens_decoder = {}
+        added_tokens_decoder = {}  # noqa: RUF012 (nobody changes it)
 
         def decode(self, ids):
             return "".join(map(chr, ids.tolist() if torch.is_tensor(ids) else ids))

@@ -296,7 +296,7 @@ def test_aepo_steers_the_entropy_up_and_down(target, moved):
 
 def test_aepos_gradient_reaches_every_weight_in_bfloat16_too(tiny):
     """Autocast may keep weights that it has cast; those of sampling, made without gradients, must not serve here."""
-    model, tokenizer, task, config = tiny
+    model, _tokenizer, _task, config = tiny
     part, gradients = sampled_batch(tiny, "grpo"), {}
     for dtype in ("float32", "bfloat16"):
         sample = functools.partial(fast.generate, max_new_tokens=config.max_new_tokens, eos_ids={1}, pad_id=0,
@@ -322,7 +322,7 @@ def test_aepo_moves_the_entropy_of_a_model_towards_its_target(tiny_run, quick, t
 
 
 def test_without_a_target_aepo_is_grpo(tiny):
-    model, tokenizer, task, config = tiny
+    model, _tokenizer, _task, config = tiny
     weights = {}
     part = sampled_batch(tiny, "grpo")
     for name in ("grpo", "aepo"):
@@ -372,7 +372,7 @@ def test_only_icpo_draws_worked_examples_and_another_one_for_each_batch(tiny):
     shown = {name: [] for name in ("icpo", "grpo")}
     for name, seen in shown.items():
         for number in (1, 2, 3):
-            friends.training_batch(lambda examples, worked: seen.append([e.question for e in worked]), task, number,
+            friends.training_batch(lambda _, worked, seen=seen: seen.append([e.question for e in worked]), task, number,
                                    config, algorithm=lm.ALGORITHMS[name])
     assert shown["grpo"] == [[], [], []]
     same = 0

@@ -208,7 +208,7 @@ def test_c42_gradient_checkpointing_and_train_mode_change_nothing(kind, engine):
     assert torch.equal(plain[0], checkpointed[0])
     assert torch.allclose(plain[1], checkpointed[1], atol=1e-5)
     assert torch.allclose(plain[2], checkpointed[2], atol=1e-4 * float(plain[2].abs().max()))
-    with pytest.raises(Exception):
+    with pytest.raises(RuntimeError):
         generate(model, prompt.float(), prompt_mask, group_size=2, max_new_tokens=8, temperature=0.0, eos_ids={2},
                  pad_id=0, generator=None)
     assert model.training  # also after an exception

@@ -450,7 +450,7 @@ def test_a_damaged_checkpoint_is_named(run, straight, tmp_path):
 
 class Harm:
     """Unpickled, it would call a function."""
-    called = []
+    called = []  # noqa: RUF012 (one list for all is the point)
 
     def __reduce__(self):
         return Harm.called.append, (True,)
