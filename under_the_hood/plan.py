@@ -5,9 +5,12 @@
 
 A step samples, then trains. Its peak is what is held all the time plus the larger of what these two need:
 
-    held      4 bytes a parameter each for weights, gradients, AdamW's first and second moment; the sampler's copy
-    sampling  keys and values of every response, layers · (L + T) · 2 · width of the keys; logits of one token of each
-    training  what autograd keeps of the largest micro-batch, by layer (`saved_by_layer`); logits, a chunk at a time
+    held      4 bytes a parameter each for weights and AdamW's two moments; the sampler's copy
+    sampling  gradients of the step before; keys and values of every response, layers · (L + T) · 2 · width of the keys;
+              logits of one token of each
+    training  gradients; what autograd keeps of the largest micro-batch, by layer (`saved_by_layer`); logits, by chunks
+
+06's own functions (--engine plain, uncached) make the logits of all positions at once, and uncached keeps no keys.
 
 Symbols: P prompts, K responses to each, L tokens of a prompt, T tokens of a response.
 """
@@ -21,18 +24,25 @@ from dataclasses import dataclass, replace
 import torch
 
 from under_the_hood.errors import UserError, one_line, require
-from under_the_hood.models import BUILT_IN, character_tokenizer, encode_prompts
+from under_the_hood.models import BUILT_IN, character_tokenizer, context_length, encode_prompts, set_chat_options
 from under_the_hood.tasks import load_task
 from utils import pick_device
 
 # Published shapes, for a machine that cannot reach the hub: layers, hidden size, intermediate size, heads, key/value
-# heads, vocabulary, context, and whether the embedding is also the output head.
+# heads, vocabulary, context, and whether the embedding is also the output head. In order of size.
 SHAPES = {
+    "HuggingFaceTB/SmolLM2-135M-Instruct": (30, 576, 1536, 9, 3, 49_152, 8192, True),
+    "HuggingFaceTB/SmolLM2-360M-Instruct": (32, 960, 2560, 15, 5, 49_152, 8192, True),
     "Qwen/Qwen2.5-0.5B-Instruct": (24, 896, 4864, 14, 2, 151_936, 32_768, True),
+    "meta-llama/Llama-3.2-1B-Instruct": (16, 2048, 8192, 32, 8, 128_256, 131_072, True),
     "Qwen/Qwen2.5-1.5B-Instruct": (28, 1536, 8960, 12, 2, 151_936, 32_768, True),
-    "Qwen/Qwen2.5-7B-Instruct": (28, 3584, 18_944, 28, 4, 152_064, 32_768, False),
+    "HuggingFaceTB/SmolLM2-1.7B-Instruct": (24, 2048, 8192, 32, 32, 49_152, 8192, True),
+    "Qwen/Qwen2.5-3B-Instruct": (36, 2048, 11_008, 16, 2, 151_936, 32_768, True),
     "meta-llama/Llama-3.2-3B-Instruct": (28, 3072, 8192, 24, 8, 128_256, 131_072, True),
+    "Qwen/Qwen2.5-7B-Instruct": (28, 3584, 18_944, 28, 4, 152_064, 32_768, False),
     "meta-llama/Llama-3.1-8B-Instruct": (32, 4096, 14_336, 32, 8, 128_256, 131_072, False),
+    "Qwen/Qwen2.5-14B-Instruct": (48, 5120, 13_824, 40, 8, 152_064, 32_768, False),
+    "Qwen/Qwen2.5-32B-Instruct": (64, 5120, 27_648, 40, 8, 152_064, 32_768, False),
 }
 FLOAT = 4       # bytes of a float32, in which weights, gradients, moments, norms and logits are
 USABLE = 0.9    # share of a device's memory to count on; the rest goes to the driver, and to gaps between tensors
@@ -107,17 +117,18 @@ def describe(model_config):
         layers=model_config.num_hidden_layers, hidden=hidden, heads=heads, vocabulary=model_config.vocab_size,
         intermediate=intermediate or 4 * hidden,
         queries=heads * head_size, keys=(kv_heads or heads) * head_size, gated=kv_heads is not None,
-        context=getattr(model_config, "max_position_embeddings", None) or math.inf)
+        context=context_length(model))
 
 
 # %% -------------------------------------------------------------------------------------------------------- the memory
 
 
-def saved_by_layer(shape, *, tokens: int, keys: int, pairs: int, width: int) -> int:
+def saved_by_layer(shape, *, tokens: int, keys: int, pairs: int, width: int, adapter_rank: int = 0) -> int:
     """Bytes that autograd keeps of one decoder layer until its backward pass.
 
     tokens: positions that run through it; keys: positions that attention reads, summed over the rows; pairs: of query
     and key, likewise; width: bytes of a number in matrix products, 4 or 2. Norms and residual stream are float32.
+    adapter_rank: of adapters beside its matrices, all that trains; then x/rms is not kept, since no weight wants it.
 
         2 norms       the residual stream x, and x/rms, which the norm's weight is multiplied with
         their output  what q, k, v, gate and up read: in float32 they share it, in bfloat16 each has a cast of its own
@@ -131,7 +142,27 @@ def saved_by_layer(shape, *, tokens: int, keys: int, pairs: int, width: int) -> 
     else:  # GPT-2: layer norm keeps x alone; q, k, v are one product; gelu keeps four numbers, and c_proj its output
         norms, inputs, inner = 2 * FLOAT * x, 2 * width * x, 5 * width * mlp
     attention = 2 * width * shape.queries + FLOAT * shape.heads
+    if adapter_rank:  # seven products by the adapters' first halves; in bfloat16 o_proj's adapter casts its own input
+        norms, inputs = norms // 2, inputs + 7 * width * adapter_rank + (width < FLOAT) * width * shape.queries
     return tokens * (norms + inputs + attention + inner) + keys * 2 * width * shape.queries + pairs * width
+
+
+def positions(length: int, new: int, group: int, groups: int, *, again: bool) -> tuple:
+    """(tokens, keys, pairs) of a pass as saved_by_layer wants them, and the bytes of fast.py's table of all pairs.
+
+    The trainer has three ways: each response behind a copy of its prompt (again); short groups packed in pairs, which
+    attention reads whole; the prompt once, then the responses. The last token of a response predicts nothing.
+    """
+    responses = groups * group
+    if again:
+        tokens = responses * (length + new)
+        return tokens, tokens, tokens * (length + new), 0
+    if length + group * new <= 512:
+        row = min(2, groups) * (length + group * (new - 1))
+        tokens = math.ceil(groups / 2) * row
+        return tokens, tokens, tokens * row, 8 * tokens * row
+    queries, keys = responses * (new - 1), groups * length + responses * (length + new - 1)
+    return groups * length + queries, keys, groups * length**2 + queries * (length + new - 1), 0
 
 
 def memory(config, shape, setting: Setting, *, whole_batch: bool = False) -> dict:
@@ -147,9 +178,10 @@ def memory(config, shape, setting: Setting, *, whole_batch: bool = False) -> dic
     paged = setting.cuda and config.engine in ("auto", "paged")
     own = config.sync_interval > 1 or config.offline or config.shard or paged
     own_width = width if setting.cuda and own and not adapters else FLOAT  # otherwise the policy's own weights sample
-    casts = {"bfloat16 copies of the matrices": shape.matrices * width} if narrow else {}  # autocast keeps them
+    # Autocast keeps what it cast until its end, except in inference mode and of weights that do not train.
+    casts = {"bfloat16 copies of the matrices": shape.matrices * width} if narrow else {}
+    gradients = trained * FLOAT // split  # a step begins by dropping those of the step before
     parts = {"weights, float32": (shape.parameters + adapters) * FLOAT // split,
-             "gradients, float32": trained * FLOAT // split,
              "AdamW's two moments, float32": 2 * trained * FLOAT // split}
     if own:
         precision = "bfloat16" if own_width == 2 else "float32"
@@ -161,37 +193,51 @@ def memory(config, shape, setting: Setting, *, whole_batch: bool = False) -> dic
     key_width = FLOAT if shape.gated and own_width == FLOAT else width  # RoPE makes keys as wide as the weights
     cache = shape.layers * position * (key_width + width)
     if config.engine == "paged":
-        cache = min(cache, max(0, setting.available - sum(parts.values())) / 2)
+        cache = min(cache, max(0, setting.available - sum(parts.values()) - gradients) / 2)
+    plain, head = config.engine in ("plain", "uncached"), shape.vocabulary * shape.hidden
+    read = length + new if config.engine == "uncached" else length if plain else 1  # positions that get logits at once
+    sampling = {"gradients of the step before, float32": gradients}
+    if config.engine == "uncached":
+        sampling["one layer at work"] = rows * read * width * (2 * shape.intermediate + 3 * shape.queries)
+    else:
+        sampling |= {"keys and values" + ", in pages" * (config.engine == "paged"): cache,
+                     "one layer's keys again, as they grow": position * key_width}
+    if own_width == FLOAT and narrow:
+        sampling |= casts if plain and not adapters else {"the head's weights, cast to bfloat16": head * width}
+    sampling["logits and probabilities, float32"] = (4 * FLOAT + (read - 1) * width) * rows * shape.vocabulary
 
-    plain = config.engine in ("plain", "uncached")  # 06's own functions
-    again = config.shard or config.gradient_checkpointing or plain  # these run the prompt with each response
-    slots = length * (group if again else 1) + group * new  # of a group in a pass
+    copies = config.shard or config.gradient_checkpointing  # of the prompt, one for each response
+    slots = length * (group if copies else 1) + group * new  # of a group in a pass, by the trainer's own count
     groups = prompts if whole_batch else min(prompts, max(1, config.micro_batch_tokens // slots))
-    responses = groups * group
-    once = 0 if again else groups       # prompts that run once for their group
-    queries = new - 1 + length * again  # of a response; its last token predicts nothing
-    tokens, keys = once * length + responses * queries, once * length + responses * (length + new - 1)
-    layer = saved_by_layer(shape, tokens=tokens, keys=keys, width=width,
-                           pairs=once * length**2 + responses * queries * (length + new - 1))
+    responses, again = groups * group, copies or plain  # again: the prompt runs with each response
+    tokens, keys, pairs, table = positions(length, new, group, groups, again=again)
+    layer = saved_by_layer(shape, tokens=tokens, keys=keys, pairs=pairs, width=width, adapter_rank=config.lora_rank)
     kept, layer_backward = shape.layers * layer, 3 * tokens * width * shape.intermediate  # gradients in the MLP
-    logits = min(responses * new, max(1, CHUNK // shape.vocabulary)) * shape.vocabulary * FLOAT
-    head_backward = 5 * logits + shape.vocabulary * shape.hidden * FLOAT  # logits, softmax, gradients; the head's own
+    # Three arrays of logits: themselves, their softmax, its gradient; where weights are cast, a narrow gradient, too.
+    logits = min(responses * new, max(1, CHUNK // shape.vocabulary)) * shape.vocabulary * (3 * FLOAT + narrow * width)
+    if plain:  # of all positions, and the softmax with what autograd makes of it, of the response's
+        logits = (tokens * width + 3 * responses * new * FLOAT) * shape.vocabulary
+    head_backward = logits + (0 if adapters else head * FLOAT)  # the head's own gradient
     gathered = shape.ends + 2 * (shape.parameters - shape.ends) // shape.layers  # this block and the next one
     matrices = {"weights gathered from the shards": gathered * width} if config.shard else casts
     if config.gradient_checkpointing:  # a layer's activations and matrices come and go as well
         kept, layer_backward = shape.layers * tokens * FLOAT * shape.hidden, layer + layer_backward
-        head_backward, matrices = head_backward + sum(matrices.values()), {}
+        head_backward += (narrow and head * width) if adapters else sum(matrices.values())
+        matrices = {}
     kept += (3 * tokens + responses * new) * FLOAT * shape.hidden  # around the last norm; states that reach the head
+
+    def training(gradients, kept, comes_and_goes):
+        return {"gradients, float32": gradients, **matrices, "activations kept for the backward pass": kept,
+                "what comes and goes: the head, by chunks, or a layer": comes_and_goes}
+
+    begins = training(gradients, kept, max(head_backward, layer_backward, table))
+    ends = training(gradients, kept // shape.layers, layer_backward)
+    if groups >= prompts and not whole_batch:  # a single pass has no gradients yet where its backward pass begins
+        begins["gradients, float32"] = 0
     phases = {
         "held all the time": parts,
-        f"sampling {rows:,} responses at once": {
-            **({} if own_width < FLOAT else casts),
-            "keys and values" + ", in pages" * (config.engine == "paged"): cache,
-            "one layer's keys again, as they grow": position * key_width,
-            "logits and probabilities, float32": 4 * rows * shape.vocabulary * FLOAT},
-        f"training on passes of {groups} × {group} responses": {
-            **matrices, "activations kept for the backward pass": kept,
-            "what comes and goes: the head, by chunks, or a layer": max(head_backward, layer_backward)}}
+        f"sampling {rows:,} responses at once": sampling,
+        f"training on passes of {groups} × {group} responses": max(begins, ends, key=lambda part: sum(part.values()))}
     if config.shard:
         more = max(0, 2 * FLOAT * shape.parameters - sum(parts.values()))
         phases["starting, before the weights are split"] = {"the model and its copy, more than is held later": more}
@@ -279,6 +325,8 @@ def longest_prompt(config, task, tokenizer, context):
     require(limit >= 1, f"--max-new-tokens {config.max_new_tokens} leaves no room for a prompt "
             f"in the model's context of {context} tokens")
     examples = []
+    if tokenizer:
+        set_chat_options(tokenizer, config)
     if task and tokenizer:
         examples = sorted(task.train + task.evaluation, key=lambda e: len(e.question))[-32:]
     longest = max((encode_prompts(tokenizer, [e], device="cpu")[0].shape[1] for e in examples), default=0)
@@ -326,7 +374,7 @@ def dry_run(config, algorithm) -> int:
             print(f"{size(count):>18}  {part}")
     needed = peak(parts)
     print(f"{size(needed):>14}  at the peak: what is held, and the largest of the rest, which take turns")
-    own = sum([*parts["held all the time"].values()][3:])
+    own = sum([*parts["held all the time"].values()][2:])  # of the sampler
     trained = config.lora_rank * shape.adapter_sides or shape.parameters
     print(f"disk      {size(3 * FLOAT * trained + own)} for a checkpoint, "
           "and as much again while the next is written")
