@@ -231,11 +231,13 @@ def test_c22_clip_fraction_looks_at_the_sign_and_at_real_tokens_only():
 
 
 def test_kl_is_estimated_by_k3():
-    # Ratios 2 and ½: k3 = ρ − 1 − log ρ averages to ((1 − log 2) + (−½ + log 2)) / 2 = ¼; k1 = −log ρ to 0.
+    # Ratios 2 and ¼: k3 = ρ − 1 − log ρ averages to ((1 − log 2) + (−¾ + log 4)) / 2; with ρ turned round it would be
+    # ((−½ + log 2) + (3 − log 4)) / 2, and k1 = −log ρ averages to log(2) / 2. (2 and ½ would not tell the first two.)
     old = torch.full((1, 2), -1.0, dtype=torch.float64)
-    new = old + torch.tensor([[2.0, .5]], dtype=torch.float64).log()
+    new = old + torch.tensor([[2.0, .25]], dtype=torch.float64).log()
     _, metrics = lm.policy_loss(new, old, torch.tensor([1.0]), torch.ones(1, 2), algorithm="reinforce")
-    assert metrics["kl_old"].item() == pytest.approx(.25) and metrics["ratio_mean"].item() == pytest.approx(1.25)
+    assert metrics["kl_old"].item() == pytest.approx((.25 + math.log(2)) / 2)
+    assert metrics["ratio_mean"].item() == pytest.approx(1.125)
 
 
 # ----------------------------------------------------------------------------------------- regularised identities

@@ -311,6 +311,12 @@ def test_c37_every_stop_id_of_the_model_ends_a_response(bigram):
     assert collected(model, examples=[Example("q", "78", "5")]).truncated.all()
 
 
+def test_c35_a_batch_trains_on_each_response_to_its_eos_and_on_no_padding(bigram):
+    """7, 8, EOS beside five tokens that were cut."""
+    batch = collected(bigram(CHAIN), examples=[Example("q", "78", "5"), Example("r", "66", "6")])
+    assert batch.mask.int().tolist() == [[1, 1, 1, 0, 0]] * 2 + [[1] * 5] * 2
+
+
 def test_c39_the_sampled_ids_are_trained_on_and_not_their_text(bigram):
     """Words "1", "2" and "12": the model says "1", "2"; the text "12" would be encoded as one word."""
     model = bigram({(5, 1): -.01, (1, 4): -.02, (4, 2): -.03})

@@ -4,36 +4,25 @@ An exhibit is read from the page, its check is the function of the same name bel
 that trainers of this kind got wrong.
 """
 
+import dataclasses
 import math
+import os
 import re
+import subprocess
+import sys
 import types
 
 import pytest
 import torch
-from conftest import ROOT, build_bigram, build_model
+from conftest import ROOT, bpe_tokenizer, build_bigram, build_digit_tokenizer, build_model
 
-PAGE = (ROOT / "docs" / "wrong_losses.md").read_text(encoding="utf-8")
-FOUND = re.findall(
-    r"## \d+\. (.+)\n\nIn `(.+)`:\n```diff\n((?:[-+] .*\n)+)```\n(?:[^#]|#\d)*?Caught by\s`(.+)::(.+)`", PAGE)
+from under_the_hood.tasks import Example
+
+sys.path.append(str(ROOT / "docs"))
+from wrong_curves import PAGE, exhibits, load, module, seen
+
+TEXT, FOUND = PAGE.read_text(encoding="utf-8"), exhibits()
 torch.set_num_threads(1)
-
-
-def module(file, diff=""):
-    """The file as a fresh module, with the plus lines of diff, which must stand in it once, replaced by its minus."""
-    source = (ROOT / file).read_text(encoding="utf-8")
-    right = [line[2:] for line in diff.splitlines() if line[0] == "+"]
-    wrong = [line[2:] for line in diff.splitlines() if line[0] == "-"]
-    if diff:
-        assert len(right) == 1
-        places = re.findall(rf"^( *){re.escape(right[0])}(.*)\n", source, re.M)
-        assert len(places) == 1, f"stands {len(places)} times in {file}: {right[0]}"
-        indent, rest = places[0]
-        source = source.replace(f"{indent}{right[0]}{rest}\n", "".join(f"{indent}{line}\n" for line in wrong[:-1])
-                                + f"{indent}{wrong[-1]}{rest}\n")
-    made = types.ModuleType(file.removesuffix(".py").replace("/", "."))
-    made.__file__ = str(ROOT / file)
-    exec(compile(source, file, "exec"), made.__dict__)  # noqa: S102 (it is what the test is about)
-    return made
 
 
 def near(found, expected, tolerance=1e-5):
@@ -66,7 +55,14 @@ def the_clip_guards_the_wrong_side_where_a_0(lm):
 
 
 def padding_after_eos_is_trained_on(lm):  # C35
-    assert lm.completion_mask(torch.tensor([[7, 8, 2, 2, 2]]), eos_ids={2}).tolist() == [[True] * 3 + [False] * 2]
+    """The sampler wrote 1, EOS (id 1), and then padding while another response went on."""
+    tokenizer = build_digit_tokenizer()
+    sampled = (torch.tensor([[4, 1, 0], [3, 4, 3]]), torch.tensor([[1, 1, 0], [1, 1, 1]]).bool(), torch.zeros(2, 3))
+    lm.ENGINES["written"] = (lambda *_, **__: sampled, None)
+    config = lm.Config(engine="written", group_size=2)
+    batch = lm.collect(build_model("qwen2", vocab_size=7), tokenizer, [Example("1+0=", "1")], config, version=0,
+                       generator=None)
+    assert batch.mask.tolist() == [[True, True, False], [True] * 3]
 
 
 eos_is_not_trained_on = padding_after_eos_is_trained_on
@@ -103,10 +99,17 @@ def the_mean_of_the_batch(lm):  # C04
     near(lm.group_advantages(torch.tensor([[1., 0, 0, 0], [1, 1, 1, 0]]))[0], [.75, -.25, -.25, -.25])
 
 
-def a_mean_of_the_micro_batches_means(lm):  # C13: one token of loss 1, then four of loss 1/2
-    parts = [(torch.ones(1, 1), 1.0), (torch.ones(1, 4), .5)]
-    near(sum((lm.token_weights(mask, aggregation="token-mean", tokens=5, sequences=2) * loss).sum()
-             for mask, loss in parts), .6)
+def a_mean_of_the_micro_batches_means(lm):  # C13
+    """Groups of 2 + 1 and of 4 + 1 tokens, each right and wrong, log π = −log 2: A is ½ and −½, so their losses sum to
+    ½ log 2 and 3/2 log 2, over 8 tokens. The mean of their means would be (½/3 + 3/2/5)/2 · log 2."""
+    mask = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]]).bool()
+    batch = lm.Rollout(torch.zeros(2, 1, dtype=torch.long), torch.ones(2, 1), torch.zeros(4, 4, dtype=torch.long), mask,
+                       torch.zeros(4, 4), torch.tensor([[1., 0.], [1., 0.]]), torch.zeros(4), 0, [])
+    model = build_bigram([[0.0, 0.0], [0.0, 0.0]])
+    metrics = lm.train_step(model, torch.optim.SGD(model.parameters(), lr=0.0), batch,
+                            lm.Config(engine="plain", micro_batch_tokens=1), algorithm=lm.ALGORITHMS["reinforce"],
+                            generator=None)
+    near(metrics["loss"], 2 / 8 * math.log(2))
 
 
 def nan_times_0(lm):  # C16
@@ -127,8 +130,7 @@ def prompts_tiled_samples_interleaved(lm):
 def dropout_is_on(models):
     model = build_model("gpt2", vocab_size=9).train()  # dropout .1
     run = models.in_eval_mode(lambda model: model(input_ids=torch.tensor([[3, 4, 5]])).logits)
-    with torch.no_grad():
-        assert torch.equal(run(model), run(model))
+    assert torch.equal(run(model), run(model))
 
 
 def log_probabilities_in_bfloat16(lm):  # C27: −.4076060 −1.4076060 −2.4076060
@@ -178,26 +180,81 @@ def clip_fraction_without_the_sign_of_a(lm):  # C22
     near(slope(lm, LOGS, [0.0] * 4, [1., -1., 1., -1.], algorithm="rec-oneside-is")[1]["clip_fraction"], .5)
 
 
+def two_bos_tokens(models):  # C40: <s> is 0
+    ids, _ = models.encode_prompts(bpe_tokenizer(bos=True, chat=True), [Example("1 + 1?", "2")], device="cpu")
+    assert ids[0].tolist().count(0) == 1
+
+
+def resumed_without_the_queue(runs):
+    """Saved after step 2 with one batch in the queue, sampled by version 1."""
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    mine = {"random": runs.random_state(), "queue": [{"version": torch.tensor(1)}]}
+    state = {"processes": [mine], "optimizer": optimizer.state_dict(), "sampler": None, "step": 2, "version": 2}
+    run = types.SimpleNamespace(state=state, model=model, optimizer=optimizer, generators=(), copied=False, out="",
+                                config=types.SimpleNamespace(learning_rate=1.0))
+    version, queue = runs.Run._restore(run, dict)
+    assert version == 2 and [int(batch["version"]) for batch in queue] == [1]
+
+
+def greedy_accuracy_called_sampled_accuracy(evaluation):
+    """A policy that is right in one of four samples, and always in its greedy answer."""
+    def collect(model, tokenizer, examples, config, **_):
+        rewards = torch.eye(4)[:1, :config.group_size] if config.temperature else torch.ones(1, config.group_size)
+        return types.SimpleNamespace(rewards=rewards, truncated=torch.zeros(1))
+
+    @dataclasses.dataclass
+    class Config:
+        eval_samples: int = 4
+        seed: int = 0
+        group_size: int = 8
+        temperature: float = 1.0
+
+    metrics = evaluation.evaluate(collect, torch.nn.Linear(1, 1), None, types.SimpleNamespace(evaluation=[0]), Config())
+    near([metrics["eval_accuracy"], metrics["eval_greedy"]], [.25, 1])
+
+
 def check_of(title):
     return globals()[re.sub(r"\W+", "_", title.lower()).strip("_")]
 
 
 def test_page_and_file_have_one_list():
-    assert len(FOUND) == PAGE.count("\n## ") >= 20
-    assert len({check_of(title).__name__ for title, *_ in FOUND}) >= len(FOUND) - 1  # two share one small input
-    assert max(map(len, PAGE.splitlines())) <= 120 and PAGE.count("\n") <= 260
+    assert [*FOUND] == [*range(1, TEXT.count("\n## ") + 1)]
+    assert len({check_of(one.title).__name__ for one in FOUND.values()}) >= len(FOUND) - 1  # two share a small input
+    assert max(map(len, TEXT.splitlines())) <= 120 and TEXT.count("\n") <= 420
 
 
 @pytest.fixture(scope="module")
 def right():
-    return {file: module(file) for file in {file for _, file, *_ in FOUND}}
+    return {file: module(file) for file in {one.file for one in FOUND.values()}}
 
 
-@pytest.mark.parametrize("title, file, diff, tests, test", FOUND, ids=[found[0] for found in FOUND])
-def test_exhibit(title, file, diff, tests, test, right):
-    check = check_of(title)
-    wrong = module(file, diff)
-    check(right[file])
+each = pytest.mark.parametrize("one", FOUND.values(), ids=[one.title for one in FOUND.values()])
+
+
+@each
+def test_exhibit(one, right):
+    check = check_of(one.title)
+    wrong = module(one.file, one.diff)
+    check(right[one.file])
     with pytest.raises(AssertionError):
         check(wrong)
-    assert f"def {test}(" in (ROOT / tests).read_text(encoding="utf-8")
+    assert f"def {one.test}(" in (ROOT / one.tests).read_text(encoding="utf-8")
+
+
+@each
+def test_what_one_sees_is_what_the_run_saw(one):
+    """The numbers on the page are those of figures/data/wrong_losses.csv, of runs with the page's own wrong lines."""
+    assert seen(one, load()) in one.text
+
+
+@pytest.mark.slow
+@each
+def test_the_test_that_the_page_names_fails_with_the_wrong_lines(one):
+    """In another process, whose modules have the wrong lines; without them the ordinary suite sees it pass."""
+    code = ("import sys, pytest; from wrong_curves import module; module(*sys.argv[1:3], install=True); "
+            "sys.exit(pytest.main(['-q', '-x', '-p', 'no:cacheprovider', sys.argv[3]]))")
+    run = subprocess.run([sys.executable, "-c", code, one.file, one.diff, f"{one.tests}::{one.test}"], cwd=ROOT,
+                         capture_output=True, text=True, timeout=300, env=os.environ | {
+                             "PYTHONPATH": os.pathsep.join([str(ROOT / "docs"), str(ROOT)]), "OMP_NUM_THREADS": "1"})
+    assert run.returncode == 1 and "AssertionError" in run.stdout, run.stdout + run.stderr
