@@ -398,7 +398,7 @@ def make_built_in_model(digits: int, recipe: dict, *, device="cpu"):
         lengths = torch.tensor([max(map(len, e.terse.rstrip("=").split("+"))) for e in examples])
     demonstrations = [tokenizer(texts)["input_ids"] for texts in shown]
     first_digit = tokenizer.convert_tokens_to_ids("0")
-    width = max(len(p) for p in prompts) + max(map(len, sum(demonstrations, []))) + 1  # noqa: RUF017 (1: the end of text)
+    width = max(len(p) for p in prompts) + max(map(len, sum(demonstrations, []))) + 1  # noqa: RUF017 (the end of text)
     rows = torch.full((len(shown), len(examples), width), tokenizer.pad_token_id)
     for version, answers in zip(rows, demonstrations):
         for row, prompt, answer in zip(version, prompts, answers):
