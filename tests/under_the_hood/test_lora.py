@@ -84,9 +84,10 @@ def test_the_plan_counts_the_adapters(kind):
     lora.add_adapters(model, rank=3)
     assert 3 * shape.adapter_sides == sum(w.numel() for w in model.parameters() if w.requires_grad)
     config = lm.Config(lora_rank=3, sync_interval=4)
-    held = plan.memory(config, shape, plan.Setting(8))["held all the time"]
-    assert list(held.values()) == [4 * (shape.parameters + 3 * shape.adapter_sides), *[12 * shape.adapter_sides],
-                                   24 * shape.adapter_sides, 12 * shape.adapter_sides]
+    held, *phases = plan.memory(config, shape, plan.Setting(8)).values()
+    assert list(held.values()) == [4 * (shape.parameters + 3 * shape.adapter_sides),
+                                   24 * shape.adapter_sides, 12 * shape.adapter_sides]  # weights, moments, the sampler's
+    assert phases[0]["gradients of the step before, float32"] == 12 * shape.adapter_sides
 
 
 @pytest.mark.parametrize("flags, message", [(["--lora-rank", "-1"], "--lora-rank"),
