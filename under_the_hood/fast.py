@@ -23,7 +23,9 @@ def generate(model, prompt, prompt_mask, *, group_size: int, max_new_tokens: int
     A prompt runs through the model once for its group, and so does each beginning that several responses sampled. So
     the cache has fewer rows than there are responses: response i reads its logits at row cache_row[i].
     """
-    cache, batch, device = roomy_cache(model.config), prompt.shape[0] * group_size, prompt.device
+    from transformers import DynamicCache
+
+    cache, batch, device = DynamicCache(config=model.config), prompt.shape[0] * group_size, prompt.device
     attention = prompt_mask
     logits = model(**model_inputs(model, prompt, attention, cache), logits_to_keep=1).logits[:, -1]
     tokens = torch.full((batch, max_new_tokens), pad_id, dtype=torch.long, device=device)
@@ -61,37 +63,6 @@ def generate(model, prompt, prompt_mask, *, group_size: int, max_new_tokens: int
     width = int(mask.sum(1).max())
     return (tokens[:, :width].masked_fill(~mask[:, :width], pad_id), mask[:, :width],
             logprobs[:, :width].masked_fill(~mask[:, :width], 0.0))
-
-
-def roomy_cache(config):
-    """A DynamicCache with room behind its keys and values; as it comes, each new token copies all earlier ones."""
-    from transformers.cache_utils import DynamicCache, DynamicLayer
-
-    class RoomyLayer(DynamicLayer):
-        def update(self, keys, values, *_, **__):
-            if not self.is_initialized:
-                self.lazy_initialization(keys, values)
-            self.keys, self.values = extended(self.keys, keys), extended(self.values, values)
-            return self.keys, self.values
-
-    cache = DynamicCache(config=config)
-    cache.layers = [RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
-    return cache
-
-
-def extended(past, new, *, room: int = 64):
-    """torch.cat([past, new], -2), in the room behind `past`. Where that is too small, both move to where there is some.
-
-    past: empty, or made here, or selected rows of such a one. So what lies behind it in memory is its own.
-    """
-    length = past.shape[-2] if past.numel() else 0
-    end, size = length + new.shape[-2], new.shape[-1]
-    if not length or past.stride(1) < end * size:
-        roomy = new.new_empty(*new.shape[:2], end + room, size)[:, :, :length]
-        past = roomy.copy_(past) if length else roomy
-    whole = past.as_strided((*new.shape[:2], end, size), past.stride(), past.storage_offset())
-    whole[:, :, length:] = new
-    return whole
 
 
 @in_eval_mode

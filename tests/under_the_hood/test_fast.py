@@ -72,27 +72,6 @@ def test_what_is_sampled_can_be_trained_on(model):
     assert not any(tensor.is_inference() for tensor in result)
 
 
-def test_a_cache_with_room_holds_what_transformers_own_holds_and_seldom_copies(model):
-    """Prompts, 150 tokens one by one, rows selected on the way; keys lie in memory as a model's split makes them."""
-    from transformers import DynamicCache
-
-    caches, generator = (fast.roomy_cache(model.config), DynamicCache(config=model.config)), torch.manual_seed(0)
-    moves, places = 0, None
-    for step in range(151):
-        rows = 3 if step < 40 else 5 if step < 90 else 2
-        if step in (40, 90):
-            for cache in caches:
-                cache.batch_select_indices(torch.tensor([0, 2, 2, 1, 0] if step == 40 else [4, 1]))
-        fused = torch.randn(rows, 7 if step == 0 else 1, 2, 3, 8, generator=generator)  # (row, token, head, q/k/v, size)
-        untouched = fused.clone()
-        keys, values = (fused[:, :, :, part].transpose(1, 2) for part in (1, 2))
-        ours, reference = (cache.update(keys, values, 0) for cache in caches)
-        assert all(map(torch.equal, ours, reference)) and caches[0].get_seq_length() == 7 + step
-        moves, places = moves + (ours[0].data_ptr() != places), ours[0].data_ptr()
-        assert torch.equal(fused, untouched)
-    assert moves <= 1 + 2 + 150 // 64  # the prompt, two selections, and when the room is used up
-
-
 # ------------------------------------------------------------------------------------------- which way, and its passes
 
 
