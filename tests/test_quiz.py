@@ -7,6 +7,7 @@ import re
 from fractions import Fraction
 
 import pytest
+import torch
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 QUIZ = (ROOT / "docs" / "quiz.md").read_text(encoding="utf-8")
@@ -67,7 +68,6 @@ def test_share_of_arm_3_at_which_the_lead_turns():
 
 
 def test_what_the_clips_do_with_a_wrong_answers_token():
-    torch = pytest.importorskip("torch")
     lm = importlib.import_module("06_full_llm_training")
     for number, ratio, kept in ((13, 1.5, (True, False, False)), (14, 3.5, (True, False, True))):
         mask = [bool(lm.clip_mask(torch.tensor([ratio]), torch.tensor([-1.0]), clip=clip))

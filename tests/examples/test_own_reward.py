@@ -57,12 +57,10 @@ SCHEMA = json.dumps({"type": "object", "required": ["name", "age"], "additionalP
     ('{"name": "Ada", "age": 36, "x": 1}', 0),
 ])
 def test_json_earns_what_its_schema_says(response, reward):
-    pytest.importorskip("jsonschema")
     assert own_reward.fits_the_schema("Who?", response, SCHEMA) == reward
 
 
 @pytest.mark.parametrize("name, response, answer", [("fits_the_schema", "{}", '{"type": "object"}'),
                                                     ("runs_the_tests", RIGHT, TESTS)])
 def test_06_takes_it(name, response, answer):
-    pytest.importorskip("jsonschema")
     assert load_reward(f"examples.own_reward:{name}")("?", response, answer) == 1.0

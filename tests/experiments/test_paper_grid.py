@@ -300,10 +300,8 @@ def test_the_tables_say_what_the_committed_runs_say(grid):
     """figures/data/*.md, and RESULTS.md between <!-- name --> and <!-- end -->, computed again from the runs."""
     name, text = claims.table(grid)
     assert (claims.DATA / name).read_text(encoding="utf-8") == text
-    page = ROOT / "RESULTS.md"
-    if not page.exists():
-        pytest.skip("RESULTS.md quotes these tables")
-    assert re.findall(rf"<!-- {name} -->\n(.*?)<!-- end -->", page.read_text(encoding="utf-8"), re.DOTALL) == [text]
+    page = (ROOT / "RESULTS.md").read_text(encoding="utf-8")
+    assert re.findall(rf"<!-- {name} -->\n(.*?)<!-- end -->", page, re.DOTALL) == [text]
 
 
 def test_a_title_gives_its_message_only_with_the_verdict_it_was_written_for():
@@ -321,3 +319,39 @@ def test_the_figures_are_drawn_from_the_committed_runs(tmp_path, capsys):
     assert made == {"06_compare.png", *(f"paper_{n}.png" for n in (
         "rec", "clip_shape", "learning_rate", "red", "rep", "kl", "staleness"))}
     assert all((ROOT / "figures" / name).exists() for name in made)
+
+
+# %% ---------------------------------------------------------------------------------------------------- SmolLM2's grid
+
+
+def test_the_rows_of_a_claim_have_all_seeds_on_smollm2_and_the_others_one():
+    cells = paper_grid.grid_cells("smollm2", seeds=3)
+    seeds = {}
+    for label, setting, seed, options in cells:
+        seeds.setdefault((label, setting), []).append(seed)
+        assert (options["model"], options["task"]) == ("smollm2", "addition-1")
+    claimed = {(row, "(8,0)") for row in ("reinforce", "rec-oneside-nois", "grpo", "red-drop", "red-weight")}
+    claimed |= {(row, "(1,8)") for row in ("reinforce", "rec-oneside-nois", "grpo")}
+    claimed |= {(row, "(1,0)") for row in ("reinforce", "grpo", "red-drop", "red-weight")}
+    assert {key for key, found in seeds.items() if found == [0, 1, 2]} == claimed
+    assert all(found == [0] for key, found in seeds.items() if key not in claimed) and len(seeds) == 5 + 2 * 8
+    assert {label for label, *_ in cells[:36]} == {label for label, _ in claimed}  # they come first
+
+
+def test_smollm2s_table_pairs_rows_by_seed_and_judges_where_two_seeds_are_shared():
+    """By hand: ends .5 and .7 less .1 and .2 are .4 and .5; mean .45, t(1 degree) 12.7062 · .05 = .635 to each side."""
+    ends = {("rec-oneside-nois", 0): .5, ("rec-oneside-nois", 1): .7, ("rec-oneside-nois", 2): .9,
+            ("reinforce", 0): .1, ("reinforce", 1): .2, ("grpo", 2): .9}
+    grid = [{"row": row, "setting": "(8,0)", "seed": seed, "step": step, "eval_accuracy": .3 if step == 0 else end}
+            for (row, seed), end in ends.items() for step in (0, 4, 8, 12)]
+    text = claims.smollm2_table(grid)
+    assert "| `rec-oneside-nois` | – | 0.30 → 0.70 (3) | – |" in text and "| `grpo` | – | 0.30 → 0.90 (1) | – |" in text
+    assert [line for line in text.splitlines() if line.startswith("| P")] == [
+        "| P2 | refreshed every 8 steps: rec-oneside-nois − reinforce +0.450 [-0.185, +1.085], 2 | not resolved |"]
+
+
+def test_a_grid_without_runs_says_so_before_it_draws(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(paper_grid, "DATA", tmp_path)
+    with pytest.raises(SystemExit):
+        paper_grid.main(["--grid", "smollm2", "--plot-only"])
+    assert "no run of the smollm2 grid yet" in capsys.readouterr().err

@@ -4,6 +4,7 @@ import importlib
 import json
 import re
 
+import peft
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -12,7 +13,6 @@ from conftest import build_model
 from under_the_hood import lora, models, parallel, plan
 from under_the_hood.runs import read_metrics
 
-peft = pytest.importorskip("peft", reason="peft is an optional dependency")
 lm = importlib.import_module("06_full_llm_training")
 FLAGS = ["--lora-rank", "2", "--algorithm", "grpo", "--sync-interval", "2", "--sync-offset", "1", "--eval-every", "10",
          "--learning-rate", "0.05", "--device", "cpu"]

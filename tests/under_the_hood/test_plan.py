@@ -244,8 +244,6 @@ QUICK = ("tiny", "tiny, passes", "one pass", "plain", "bfloat16, adapters")  # t
 def test_the_estimate_is_within_15_percent_of_the_tensors_of_a_step(way):
     from transformers import Qwen2Config
     dominant, flags, prompt_tokens = WAYS[way]
-    if flags.get("lora_rank"):
-        pytest.importorskip("peft")
     config = lm.Config(device="cpu", eval_questions=1, eval_samples=1, **{"engine": "fast", **flags})
     model_config = Qwen2Config(vocab_size=2000, hidden_size=256, intermediate_size=700, num_hidden_layers=4,
                                num_attention_heads=8, num_key_value_heads=2, tie_word_embeddings=True)
