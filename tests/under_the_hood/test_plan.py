@@ -355,7 +355,7 @@ def test_every_part_by_hand_of_the_plain_engines():
     A pass has 2 groups, as it counts a prompt once, but each response runs with its own copy. Sampling reads the
     prompt's 7 positions for each of 6 rows; uncached all 12.
     """
-    held, sampling, training = by_hand(engine="plain")
+    _, sampling, training = by_hand(engine="plain")
     assert sampling == [4000, 2 * 288 * 8, 288 * 4, (4 * 4 + 6 * 4) * 6 * 20]
     assert training[-1] == (4 * 12 * 4 + 3 * 4 * 5 * 4) * 20 + 640
     narrow = by_hand({"width": 2}, engine="plain")
@@ -570,7 +570,7 @@ def test_prompts_are_counted_as_the_run_will_write_them(tmp_path, dry_run, capsy
     tokenizer = bpe_tokenizer(chat=True)
     tokenizer.chat_template += "{% if twice %}<|assistant|>{% endif %}"
     model = saved(tmp_path / "model", "qwen2", tokenizer)
-    lines = ('{"question": "Z%c", "answer": "1"}\n' % letter for letter in "ABCDEFGH")
+    lines = (f'{{"question": "Z{letter}", "answer": "1"}}\n' for letter in "ABCDEFGH")
     (tmp_path / "task.jsonl").write_text("".join(lines), encoding="utf-8")
     spelled = len(tokenizer("<|system|>")["input_ids"])
     flags = ("--model", model, "--task", tmp_path / "task.jsonl", "--max-new-tokens", 4, "--eval-questions", 2)
